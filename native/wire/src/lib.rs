@@ -1,0 +1,1 @@
+//! Frames shared by chronus and the spawner.
