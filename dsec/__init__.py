@@ -1,0 +1,1 @@
+"""OpenDSec, the platform: apiserver, edge and image store, and the ``dsec`` command. Clients need only :mod:`libdsec`."""
