@@ -424,3 +424,55 @@ class NodeInfo(msgspec.Struct, kw_only=True):
     """Sandboxes by state."""
     features: dict[str, str]
     """Kernel feature to "yes", or what its lack costs."""
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """One line of ``dsec doctor``: a feature that a node has, or lacks and what that means."""
+
+    feature: str
+    state: Literal["ok", "degraded", "missing"]
+    """``degraded`` works with less, or slower; ``missing`` keeps sandboxes from starting."""
+    detail: str = ""
+    """What was found: a version, a figure."""
+    cost: str = ""
+    """What its lack costs."""
+    todo: str = ""
+    """What to do about it."""
+
+
+class DoctorReport(msgspec.Struct, kw_only=True):
+    """``GET /v1/doctor``: one node's features and limits, the worst first."""
+
+    edge: str
+    findings: list[Finding]
+
+
+class Health(msgspec.Struct, kw_only=True):
+    """``GET /healthz``: ``stopping`` (with status 503) means that the service finishes what it has and takes nothing new."""
+
+    status: Literal["ok", "stopping"]
+
+
+class DiffEntry(msgspec.Struct, kw_only=True):
+    """One path of a sandbox's writable layer: what it added, changed or removed of its image."""
+
+    path_bytes: bytes
+    kind: Literal["added", "changed", "removed", "directory"]
+    size: int = 0
+
+    @property
+    def path(self) -> str:
+        return os.fsdecode(self.path_bytes)
+
+
+class PortUrl(msgspec.Struct, kw_only=True):
+    """``GET /v1/sandboxes/{id}/url/{port}``."""
+
+    url: str
+
+
+class TarSummary(msgspec.Struct, kw_only=True):
+    """``PUT /v1/sandboxes/{id}/files/tar``: what was unpacked."""
+
+    entries: int
+    bytes: int
