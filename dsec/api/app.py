@@ -103,12 +103,10 @@ class ApiServer:
         return bodies.answer(request, self._edges.node_infos())
 
     async def _doctor(self, request: Request) -> Response:
+        node = self._edges.of_name(request.query_params.get("edge")).node_info()
         here = await run_in_threadpool(doctor.user_space_findings, self._state_dir)
-        reports = [
-            DoctorReport(edge=node.edge, findings=doctor.sort([*doctor.kernel_findings(node.features), *here]))
-            for node in self._edges.node_infos()
-        ]
-        return bodies.answer(request, reports)
+        findings = doctor.sort([*doctor.kernel_findings(node.features), *here])
+        return bodies.answer(request, DoctorReport(edge=node.edge, findings=findings))
 
 
 def _require_admin(request: Request) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from libdsec.errors import SandboxNotFound
+from libdsec.errors import NotFound, SandboxNotFound
 from libdsec.schema import NodeInfo
 
 SANDBOXES = "/v1/sandboxes"
@@ -78,6 +78,13 @@ class Edges:
         edge = self._by_id.get(rest.partition("-")[0]) if kind == "sb" else None
         if edge is None:
             raise SandboxNotFound(f"there is no sandbox {sandbox_id!r}")
+        return edge
+
+    def of_name(self, edge_id: str | None) -> EdgeLink:
+        """The edge of that name; of None: the first one. Raises NotFound."""
+        edge = self._home if edge_id is None else self._by_id.get(edge_id)
+        if edge is None:
+            raise NotFound(f"there is no edge {edge_id!r}; GET /v1/nodes lists them")
         return edge
 
     def node_infos(self) -> list[NodeInfo]:

@@ -201,7 +201,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("get", "/v1/keys", "List API keys (admin)", response=_json(list[schema.KeyInfo])),
     Operation("delete", "/v1/keys/{key_id}", "Revoke an API key (admin)", response=_json(schema.KeyInfo)),
     Operation("get", "/v1/nodes", "List nodes", response=_json(list[schema.NodeInfo])),
-    Operation("get", "/v1/doctor", "What each node has and lacks", response=_json(list[schema.DoctorReport])),
+    Operation("get", "/v1/doctor", "What a node has and lacks", response=_json(schema.DoctorReport), parameters=(Parameter("edge"),)),
     Operation("get", "/healthz", "Whether the service takes requests", response=_json(schema.Health), public=True),
     Operation("get", "/metrics", "Prometheus metrics; needs no key on a listener bound to loopback", response=Body((), ("text/plain",))),
     Operation("get", "/openapi.json", "This document", response=Body((), (_JSON,)), public=True),
