@@ -1,7 +1,7 @@
 """Counts what pytest's JUnit files say: a test that was skipped has not passed.
 
-Usage: ``summary.py RESULTS ALLOWED SUITE...``. Exit status 1 if a suite left no result, has no test, or a test failed or was skipped without
-being named, with a reason, in the ALLOWED file.
+Usage: ``summary.py RESULTS ALLOWED SUITE...``. Exit status 1 if a suite left no result or has no test, or if a test failed or was skipped
+without being named, with a reason, in the ALLOWED file.
 """
 
 from __future__ import annotations

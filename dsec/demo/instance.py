@@ -1,0 +1,150 @@
+"""A service of one's own: started by ``dsec up`` in its own directories, with its own ports, cgroup and uids, gone afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dsec.demo import footprint
+from libdsec.config import LocalConfig
+
+START_DEADLINE_S = 60.0
+"""For the first answer of the service: making the scratch filesystem is the longest part of it."""
+STOP_DEADLINE_S = 90.0
+"""For an orderly end with thousands of sandboxes still live."""
+POLL_S = 0.02
+UID_BASES = range(0x3000_0000, 0x6000_0000, 0x1000_0000)
+"""Where instances put their sandboxes' uids: apart from the default of `dsec up`. Each takes one of these ranges."""
+UIDS_OF_AN_INSTANCE = footprint.UIDS_OF_A_SANDBOX * 4_000
+"""Uid ranges of 4,000 sandboxes."""
+SERVICE_UIDS = range(60_100, 60_900)
+"""Service users of such instances: numbers that Debian leaves unassigned."""
+
+
+class InstanceError(Exception):
+    """The service didn't start or ended by itself; the message holds the end of its log."""
+
+
+@dataclass
+class Instance:
+    """A running service."""
+
+    url: str
+    api_key: str
+    marks: footprint.Marks
+    log: Path
+    process: asyncio.subprocess.Process
+
+    @property
+    def service_pid(self) -> int:
+        """The process that holds apiserver and edge: the biggest one that runs as the service user."""
+        own = [pid for pid in footprint.owned_processes(self.marks) if footprint.effective_uid(pid) == self.marks.service_uid]
+        return max(own, key=footprint.resident)
+
+    def footprint(self) -> footprint.Footprint:
+        """What it holds in the kernel now."""
+        return footprint.take(self.marks)
+
+
+@asynccontextmanager
+async def running(name: str, *, scratch_mb: int, parent: Path | None = None) -> AsyncIterator[Instance]:
+    """Starts an instance and ends it when the block is left, however that happens. Needs root.
+
+    ``name`` (short, ``[a-z0-9-]``) goes into its directory's and its cgroup's name; ``scratch_mb`` is allocated for writable layers;
+    ``parent`` is where its directory is made (the system's temporary directory). Raises InstanceError if it doesn't answer in time.
+    """
+    base = Path(tempfile.mkdtemp(prefix=f"dsec-{name}-", dir=parent))
+    os.chmod(base, 0o711)  # the service user passes through to what is its own
+    token = secrets.token_hex(3)
+    start = UID_BASES[secrets.randbelow(len(UID_BASES))]
+    marks = footprint.Marks(
+        base, f"dsec-{name}-{token}", range(start, start + UIDS_OF_AN_INSTANCE), SERVICE_UIDS[secrets.randbelow(len(SERVICE_UIDS))]
+    )
+    try:
+        process = await _start(marks, scratch_mb)
+        try:
+            config = await _answering(process, base)
+            yield Instance(config.url, config.api_key or "", marks, base / "log", process)
+        finally:
+            await asyncio.shield(_stop(process))
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+async def _start(marks: footprint.Marks, scratch_mb: int) -> asyncio.subprocess.Process:
+    base = marks.directory
+    arguments = {
+        "--state-dir": base / "state",
+        "--run-dir": base / "run",
+        "--cgroup": marks.cgroup,
+        "--uid-base": marks.uids.start,
+        "--service-uid": marks.service_uid,
+        "--scratch-mb": scratch_mb,
+        "--port": _free_port(),
+        "--ports-port": _free_port(),
+    }
+    with (base / "log").open("wb") as log:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "dsec.cli",
+            "up",
+            *(str(word) for pair in arguments.items() for word in pair),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "DSEC_CONFIG": str(base / "local.json")},
+            start_new_session=True,  # Ctrl-C in the terminal reaches us alone; we end it in order
+        )
+
+
+async def _answering(process: asyncio.subprocess.Process, base: Path) -> LocalConfig:
+    """Waits until the service has told its address and key and takes connections."""
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline:
+        if process.returncode is not None:
+            raise InstanceError(f"`dsec up` ended with status {process.returncode}:\n{_end_of(base / 'log')}")
+        try:
+            config = msgspec.json.decode((base / "local.json").read_bytes(), type=LocalConfig)
+            host, _, port = config.url.removeprefix("http://").rstrip("/").rpartition(":")
+            _, writer = await asyncio.open_connection(host, int(port))
+        except (OSError, msgspec.DecodeError):
+            await asyncio.sleep(POLL_S)
+            continue
+        writer.close()
+        return config
+    raise InstanceError(f"`dsec up` didn't answer within {START_DEADLINE_S:.0f} s:\n{_end_of(base / 'log')}")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_DEADLINE_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_of(log: Path, size: int = 4_000) -> str:
+    return log.read_bytes()[-size:].decode("utf-8", "replace")
