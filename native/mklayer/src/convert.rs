@@ -1,0 +1,300 @@
+//! From archives to a layer: reads them in order, keeps the tree, writes the data, and puts the metadata on top.
+
+use std::fs::File;
+use std::io::Read;
+
+use crate::archive::{Archive, Entry, Kind, Segment};
+use crate::blob::{copy_blocks, BlobWriter, BLOCK};
+use crate::erofs::{self, BlobRef, Metadata};
+use crate::error::{LayerError, Result};
+use crate::extents::{FileWriter, CHUNK_INDEX};
+use crate::limits::Limits;
+use crate::tree::{
+    components, keep_xattr, merge, Arena, Attributes, Directory, LayerBuilder, Leaf, LeafKind,
+    Node, Place, Target,
+};
+
+/// A layer's blob is rewritten when more than one in this many of its blocks belongs to no file any more.
+const DEAD_FRACTION: u64 = 20;
+/// Largest device numbers that fit into an inode.
+const MAJOR_MAX: u32 = (1 << 12) - 1;
+const MINOR_MAX: u32 = (1 << 20) - 1;
+
+pub struct Converter {
+    arena: Arena,
+    /// Components under which all names are placed.
+    at: Vec<Vec<u8>>,
+    blob: BlobWriter,
+    tree: Option<Directory>,
+    entries: u64,
+    dropped_xattrs: u64,
+}
+
+pub struct Converted {
+    pub metadata: Metadata,
+    /// None: no file has data, and no blob is needed.
+    pub blob: Option<BlobRef>,
+    pub blob_file: File,
+    pub entries: u64,
+    pub dropped_xattrs: u64,
+}
+
+impl Converter {
+    /// `at` is an absolute path; `blob` an empty file, open for reading and writing.
+    pub fn new(limits: Limits, at: &[u8], blob: File) -> Result<Self> {
+        if !at.starts_with(b"/") {
+            return Err(LayerError::Usage("--at must be an absolute path".into()));
+        }
+        Ok(Converter {
+            at: components(at, &limits)?,
+            arena: Arena::new(limits),
+            blob: BlobWriter::new(blob),
+            tree: None,
+            entries: 0,
+            dropped_xattrs: 0,
+        })
+    }
+
+    /// Reads one archive and puts what it holds on top of the earlier ones.
+    pub fn add_layer(&mut self, source: impl Read) -> Result<()> {
+        let below = self.tree.take();
+        let mut archive = Archive::new(source);
+        let mut builder = LayerBuilder::new(below.as_ref());
+        if !self.at.is_empty() {
+            // The place exists even if nothing is put into it.
+            let place = format!("/{}", String::from_utf8_lossy(&self.at.join(&b'/')));
+            if let Target::File(place) = builder.target(self.at.clone(), &self.arena)? {
+                let attributes = Attributes {
+                    mode: 0o755,
+                    ..Attributes::default()
+                };
+                builder.put_directory(&place, attributes, &mut self.arena)?;
+            } else {
+                return Err(LayerError::Usage(format!(
+                    "--at {place} is the name of a whiteout"
+                )));
+            }
+        }
+        while let Some(entry) = archive.next_entry()? {
+            self.entries += 1;
+            self.arena.count_entry()?;
+            let path = entry.path.clone();
+            self.add_entry(&mut archive, &mut builder, entry)
+                .map_err(|error| error.about(&path))?;
+        }
+        archive.drain()?;
+        let upper = builder.finish();
+        self.tree = Some(match below {
+            Some(lower) => merge(lower, upper),
+            None => upper,
+        });
+        Ok(())
+    }
+
+    fn add_entry<R: Read>(
+        &mut self,
+        archive: &mut Archive<R>,
+        builder: &mut LayerBuilder<'_>,
+        entry: Entry,
+    ) -> Result<()> {
+        let path = self.path(&entry.path)?;
+        let place = match builder.target(path, &self.arena)? {
+            Target::File(place) => place,
+            Target::Whiteout(place) => return builder.put_whiteout(&place, &mut self.arena),
+            Target::Opaque(place) => return builder.put_opaque(&place, &mut self.arena),
+            Target::Ignored => return Ok(()),
+        };
+        let attributes = self.attributes(&entry)?;
+        match entry.kind {
+            Kind::Directory => builder.put_directory(&place, attributes, &mut self.arena),
+            Kind::HardLink(target) => {
+                let leaf = builder.link_target(self.path(&target)?, &self.arena)?;
+                builder.put_leaf(&place, leaf, &mut self.arena)
+            }
+            // The kernel reads this device as a whiteout, so that is what it is.
+            Kind::CharDevice { major: 0, minor: 0 } => {
+                builder.put_whiteout(&place, &mut self.arena)
+            }
+            Kind::File { size, segments } => {
+                let data = self.copy_file(archive, size, &segments)?;
+                self.put(builder, &place, attributes, data)
+            }
+            Kind::Symlink(target) => {
+                let kind = self.symlink(target)?;
+                self.put(builder, &place, attributes, kind)
+            }
+            Kind::CharDevice { major, minor } => {
+                check_device(major, minor)?;
+                self.put(
+                    builder,
+                    &place,
+                    attributes,
+                    LeafKind::CharDevice { major, minor },
+                )
+            }
+            Kind::BlockDevice { major, minor } => {
+                check_device(major, minor)?;
+                self.put(
+                    builder,
+                    &place,
+                    attributes,
+                    LeafKind::BlockDevice { major, minor },
+                )
+            }
+            Kind::Fifo => self.put(builder, &place, attributes, LeafKind::Fifo),
+        }
+    }
+
+    fn path(&self, name: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let mut path = self.at.clone();
+        path.extend(components(name, &self.arena.limits)?);
+        Ok(path)
+    }
+
+    fn put(
+        &mut self,
+        builder: &mut LayerBuilder<'_>,
+        place: &Place,
+        attributes: Attributes,
+        kind: LeafKind,
+    ) -> Result<()> {
+        let leaf = self.arena.add(Leaf { attributes, kind });
+        builder.put_leaf(place, leaf, &mut self.arena)
+    }
+
+    fn attributes(&mut self, entry: &Entry) -> Result<Attributes> {
+        let mut attributes = Attributes {
+            mode: entry.mode,
+            uid: entry.uid,
+            gid: entry.gid,
+            mtime: entry.mtime,
+            mtime_nsec: entry.mtime_nsec,
+            ..Attributes::default()
+        };
+        for (name, value) in &entry.xattrs {
+            if !keep_xattr(name) {
+                self.dropped_xattrs += 1;
+                continue;
+            }
+            self.arena.charge_meta((name.len() + value.len()) as u64)?;
+            attributes.xattrs.insert(name.clone(), value.clone());
+        }
+        Ok(attributes)
+    }
+
+    fn symlink(&mut self, target: Vec<u8>) -> Result<LeafKind> {
+        if target.is_empty() || target.contains(&0) || target.len() > crate::limits::PATH_MAX {
+            return Err(LayerError::input(
+                "the target of the symbolic link is empty, too long or has a NUL byte",
+            ));
+        }
+        self.arena.charge_meta(target.len() as u64)?;
+        Ok(LeafKind::Symlink(target))
+    }
+
+    fn copy_file<R: Read>(
+        &mut self,
+        archive: &mut Archive<R>,
+        size: u64,
+        segments: &[Segment],
+    ) -> Result<LeafKind> {
+        let mut writer = FileWriter::new(&mut self.blob, size, segments);
+        self.arena
+            .charge_meta(writer.chunks().saturating_mul(CHUNK_INDEX))?;
+        for (offset, length) in segments {
+            self.arena.charge_data(*length)?;
+            writer.seek(*offset)?;
+            archive.read_payload(*length, &mut |part| writer.append(part))?;
+        }
+        writer.finish().map(LeafKind::File)
+    }
+
+    /// Ends the layer. `new_file` makes another empty file for the blob, if it must be written again.
+    pub fn finish(mut self, new_file: impl FnOnce() -> Result<File>) -> Result<Converted> {
+        let root = self.tree.take().unwrap_or_default();
+        let (mut blob_file, mut digest, mut length) = self.blob.finish()?;
+        let live = live_leaves(&root, self.arena.leaves.len());
+        let live_blocks: u64 = live.iter().map(|id| blocks(&self.arena.leaves[*id])).sum();
+        let dead_blocks = length / BLOCK - live_blocks;
+        if dead_blocks > 0 && dead_blocks >= length / BLOCK / DEAD_FRACTION {
+            let compacted = BlobWriter::new(new_file()?);
+            let old = &mut blob_file;
+            let compacted = compact(&mut self.arena.leaves, &live, old, compacted)?;
+            (blob_file, digest, length) = compacted.finish()?;
+        }
+        let blob = (length > 0).then_some(BlobRef {
+            digest,
+            blocks: (length / BLOCK) as u32,
+        });
+        let metadata = erofs::build(
+            &root,
+            &self.arena.leaves,
+            blob.as_ref(),
+            self.arena.limits.meta_bytes,
+        )?;
+        Ok(Converted {
+            metadata,
+            blob,
+            blob_file,
+            entries: self.entries,
+            dropped_xattrs: self.dropped_xattrs,
+        })
+    }
+}
+
+fn check_device(major: u32, minor: u32) -> Result<()> {
+    if major > MAJOR_MAX || minor > MINOR_MAX {
+        return Err(LayerError::input(format!(
+            "device {major}:{minor} is out of range"
+        )));
+    }
+    Ok(())
+}
+
+fn blocks(leaf: &Leaf) -> u64 {
+    match &leaf.kind {
+        LeafKind::File(data) => data.blocks(),
+        _ => 0,
+    }
+}
+
+/// The leaves that a name leads to, in the order of the tree.
+fn live_leaves(root: &Directory, count: usize) -> Vec<usize> {
+    let mut seen = vec![false; count];
+    let mut live = Vec::new();
+    let mut pending = vec![root];
+    while let Some(directory) = pending.pop() {
+        for node in directory.children.values() {
+            match node {
+                Node::Directory(child) => pending.push(child),
+                Node::Leaf(id) if !seen[*id] => {
+                    seen[*id] = true;
+                    live.push(*id);
+                }
+                Node::Leaf(_) | Node::Whiteout => {}
+            }
+        }
+    }
+    live
+}
+
+/// Copies what live files have in the blob `old` to `new`, and makes them point there.
+fn compact(
+    leaves: &mut [Leaf],
+    live: &[usize],
+    old: &mut File,
+    mut new: BlobWriter,
+) -> Result<BlobWriter> {
+    for id in live {
+        let LeafKind::File(data) = &mut leaves[*id].kind else {
+            continue;
+        };
+        let lengths: Vec<u64> = data.runs.iter().map(|run| data.run_blocks(run)).collect();
+        for (run, length) in data.runs.iter_mut().zip(lengths) {
+            let block = new.block()?;
+            copy_blocks(old, run.block, length, &mut new)?;
+            run.block = block;
+        }
+    }
+    Ok(new)
+}
