@@ -1,0 +1,63 @@
+"""Which server a client talks to, and with which key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from libdsec.errors import InvalidArgument
+
+
+class LocalConfig(msgspec.Struct):
+    """What ``dsec up`` writes for clients on the same machine (mode 0600)."""
+
+    url: str
+    api_key: str | None = None
+
+
+def local_config_path() -> Path:
+    """``DSEC_CONFIG``, else ``$XDG_CONFIG_HOME/dsec/local.json`` (``~/.config/dsec/local.json``)."""
+    given = os.environ.get("DSEC_CONFIG")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "dsec" / "local.json"
+
+
+def read_local_config() -> LocalConfig | None:
+    """The local server's address and key; None where ``dsec up`` left none. Raises InvalidArgument for a file that can't be used."""
+    path = local_config_path()
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InvalidArgument(f"{path} can't be read: {error.strerror}", field="url") from error
+    try:
+        return msgspec.json.decode(content, type=LocalConfig)
+    except msgspec.MsgspecError as error:
+        raise InvalidArgument(f"{path} is not what `dsec up` writes: {error}", field="url") from error
+
+
+def resolve(url: str | None, api_key: str | None) -> tuple[str, str | None]:
+    """The address and the key to use: arguments first, then ``DSEC_URL`` and ``DSEC_API_KEY``, then the local ``dsec up``.
+
+    The local server's key is never sent to another address. Raises InvalidArgument when no address is to be found.
+    """
+    url = url or os.environ.get("DSEC_URL") or None
+    api_key = api_key or os.environ.get("DSEC_API_KEY") or None
+    if url is not None and api_key is not None:
+        return url, api_key
+    local = read_local_config()
+    if url is None:
+        if local is None:
+            raise InvalidArgument(
+                f"no server: pass url=, set DSEC_URL, or start one on this machine with `dsec up` (it writes {local_config_path()})",
+                field="url",
+            )
+        url = local.url
+    if api_key is None and local is not None and local.url.rstrip("/") == url.rstrip("/"):
+        api_key = local.api_key
+    return url, api_key

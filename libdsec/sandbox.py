@@ -1,0 +1,467 @@
+"""A sandbox as its user holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import quote
+
+import msgspec
+
+from libdsec.errors import CommandFailed, DSecError, InvalidArgument, NotFound, ProcessNotFound, SandboxGone
+from libdsec.files import Files
+from libdsec.ports import open_port
+from libdsec.process import Process
+from libdsec.schema import (
+    MAX_OUTPUT_DEFAULT,
+    Backend,
+    CommandResult,
+    DiffEntry,
+    DSecContainerRunArgs,
+    DSecMicroVMRunArgs,
+    ExecRequest,
+    Metrics,
+    PatchRequest,
+    PortUrl,
+    ProcessEntry,
+    ProcessInfo,
+    PtySize,
+    RunArgs,
+    SandboxEvent,
+    SandboxInfo,
+    ShellRequest,
+    State,
+)
+from libdsec.streams import ByteSource, pieces, whole
+from libdsec.transport import OCTETS, Answer, Transport, encode
+
+if TYPE_CHECKING:
+    from libdsec.client import DSecClient
+
+INLINE_STDIN = 1 << 20
+"""Bytes of standard input that travel within the request; more is streamed beside it."""
+START_POLL_S = 0.01
+"""Pause between looks for a command whose standard input is about to be streamed."""
+ERROR_TAIL = 400
+"""Characters of stderr that the message of a CommandFailed shows."""
+
+_sandbox_info = Answer(SandboxInfo)
+_command_result = Answer(CommandResult)
+_process_info = Answer(ProcessInfo)
+_process_infos = Answer(list[ProcessInfo])
+_process_entries = Answer(list[ProcessEntry])
+_metrics = Answer(Metrics)
+_event = Answer(SandboxEvent)
+_diff_entry = Answer(DiffEntry)
+_port_url = Answer(PortUrl)
+
+Command = str | Sequence[str]
+"""A command: a string is run by ``/bin/sh -c``, a sequence is an argument vector."""
+
+
+class Sandbox:
+    """An isolated computer that lives until it is stopped. Made by :meth:`DSecClient.run` and its kin, or by :meth:`Sandbox.create`.
+
+    ``async with sandbox`` stops it at the end. Every call may raise SandboxNotFound (no such sandbox in this project), SandboxGone
+    (stopped or expired; when and why), SandboxFailed (it broke; why), AuthenticationError, and Unavailable (the platform couldn't be
+    reached for a minute); the docstrings name what comes on top. Interrupted calls are repeated by the SDK where that is safe.
+    """
+
+    def __init__(self, transport: Transport, info: SandboxInfo, *, own_client: DSecClient | None = None) -> None:
+        """Not for users: ``own_client`` is closed together with the sandbox."""
+        self._transport = transport
+        self._info = info
+        self._own_client = own_client
+        self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
+        self._exec_url = transport.at(f"{self._path}/exec")
+        self._shell_url = transport.at(f"{self._path}/shell")
+        self.files = Files(transport, self._path)
+        """The sandbox's files."""
+
+    @classmethod
+    def create(
+        cls,
+        image: str,
+        *,
+        backend: Literal["container", "microvm"] = "container",
+        client: DSecClient | None = None,
+        timeout: float | None = None,
+        workspace: str | None = None,
+        toolkits: Sequence[str] = (),
+        memory_limit_mb: int | None = None,
+        cpu_cores_limit: float | None = None,
+        disk_limit_mb: int | None = None,
+        pids_limit: int | None = None,
+        ttl_running_stop: float | None = None,
+        ttl_total: float | None = None,
+        network: Literal["aether", "none", "bridged"] = "aether",
+        network_rules: Mapping[str, bool] | None = None,
+        init_user: str = "root",
+        workdir: str | None = None,
+        env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        cpu_class: Literal["best_effort", "latency_sensitive"] = "best_effort",
+        no_new_privs: bool = False,
+        keep_on_failure: bool = False,
+        idempotency_key: str | None = None,
+    ) -> SandboxCreation:
+        """The short form: ``async with Sandbox.create("python:3.11") as sandbox`` or ``sandbox = await Sandbox.create("python:3.11")``.
+
+        ``image`` is the base image, ``timeout`` the seconds until DeadlineExceeded; the other arguments are the fields of
+        :class:`DSecContainerRunArgs`. Without ``client`` a client of its own is made from the environment; it is closed when the sandbox is
+        stopped. Raises what :meth:`DSecClient.run` raises, when it is awaited or entered.
+        """
+        fields = {
+            "workspace": workspace,
+            "toolkits": tuple(toolkits),
+            "memory_limit_mb": memory_limit_mb,
+            "cpu_cores_limit": cpu_cores_limit,
+            "disk_limit_mb": disk_limit_mb,
+            "pids_limit": pids_limit,
+            "ttl_running_stop": ttl_running_stop,
+            "ttl_total": ttl_total,
+            "network": network,
+            "network_rules": None if network_rules is None else dict(network_rules),
+            "init_user": init_user,
+            "workdir": workdir,
+            "env": dict(env or {}),
+            "labels": dict(labels or {}),
+            "cpu_class": cpu_class,
+            "no_new_privs": no_new_privs,
+            "keep_on_failure": keep_on_failure,
+            "idempotency_key": idempotency_key,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        kinds: dict[str, type[DSecContainerRunArgs] | type[DSecMicroVMRunArgs]] = {
+            "container": DSecContainerRunArgs,
+            "microvm": DSecMicroVMRunArgs,
+        }
+        if backend not in kinds:
+            raise InvalidArgument(f"backend {backend!r} is none of {', '.join(kinds)}", field="backend")
+        try:
+            args = msgspec.convert({"backend": backend, "container_image": image, **given}, kinds[backend])
+        except msgspec.ValidationError as error:
+            raise InvalidArgument(str(error)) from error
+        return SandboxCreation(args, client, timeout)
+
+    # -- identity and state ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """``sb-…``: any client of the project finds the sandbox again by it (:meth:`DSecClient.attach`)."""
+        return self._info.id
+
+    @property
+    def backend(self) -> Backend:
+        """What kind of sandbox it is."""
+        return self._info.backend
+
+    @property
+    def state(self) -> State:
+        """The state as last heard; :meth:`info` asks."""
+        return self._info.state
+
+    def __repr__(self) -> str:
+        return f"<Sandbox {self.id} {self.backend} {self.state}>"
+
+    async def info(self) -> SandboxInfo:
+        """The sandbox's record: state, limits, labels, times. Of a stopped one: when, why and what it used, for 24 hours. Safe to
+        repeat."""
+        if not (self._transport.closed and self._own_client):
+            self._info = await self._transport.call("GET", self._transport.at(self._path), _sandbox_info)
+        return self._info
+
+    async def stop(self) -> SandboxInfo:
+        """End the sandbox and delete it, from any state, at once. Answers with its record. Stopping a stopped one changes nothing.
+        Raises SandboxNotFound. Safe to repeat."""
+        if self._transport.closed and self._own_client:
+            return self._info
+        self._info = await self._transport.call("DELETE", self._transport.at(self._path), _sandbox_info)
+        if self._own_client is not None:
+            gone = SandboxGone(f"{self.id} was stopped", reason=self._info.reason, at=self._info.ended_at)
+            await self._own_client.close(because=gone)
+        return self._info
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.stop()
+
+    async def set_ttl(self, *, ttl_running_stop: float | None = None, ttl_total: float | None = None) -> SandboxInfo:
+        """Change the idle limit (seconds without use) and the absolute lifetime (seconds from creation). 0 removes one, None leaves it.
+        Raises InvalidArgument. Safe to repeat."""
+        return await self._patch(PatchRequest(ttl_running_stop=ttl_running_stop, ttl_total=ttl_total))
+
+    async def set_labels(self, labels: Mapping[str, str]) -> SandboxInfo:
+        """Replace all labels. Raises InvalidArgument. Safe to repeat."""
+        return await self._patch(PatchRequest(labels=dict(labels)))
+
+    async def set_network_rules(self, rules: Mapping[str, bool]) -> SandboxInfo:
+        """Replace the network rules. Raises InvalidArgument for a rule that can't be. Safe to repeat."""
+        return await self._patch(PatchRequest(network_rules=dict(rules)))
+
+    async def _patch(self, change: PatchRequest) -> SandboxInfo:
+        self._info = await self._transport.call("PATCH", self._transport.at(self._path), _sandbox_info, body=encode(change))
+        return self._info
+
+    # -- commands -------------------------------------------------------------------------------------------------------------------------
+
+    async def run_shell(
+        self,
+        command: str,
+        *,
+        session: str = "default",
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        max_output: int = MAX_OUTPUT_DEFAULT,
+        check: bool = False,
+    ) -> CommandResult:
+        """Run ``command`` in a shell session that keeps working directory, variables and functions between calls.
+
+        Calls of one session are carried out first come, first served. ``exit`` ends the session; the next call opens a new one and says so
+        (``session_restarted``). ``timeout`` (seconds) kills the command and the session: the result is ``timed_out``. ``cwd``, ``env`` and
+        ``user`` count only when the call opens the session, else InvalidArgument. ``max_output``: bytes kept of each stream, the rest is
+        counted and dropped (``truncated``). ``check=True`` raises CommandFailed unless the exit code is 0.
+
+        Interrupted calls are taken up again, never run twice; to repeat a call that raised Unavailable may run the command again.
+        """
+        request = ShellRequest(
+            command=command,
+            session=session,
+            timeout_s=timeout,
+            max_output=max_output,
+            cwd=cwd,
+            env=None if env is None else dict(env),
+            user=user,
+            exec_id=_new_exec_id(),
+        )
+        result = await self._transport.call("POST", self._shell_url, _command_result, body=encode(request))
+        return _checked(result, command) if check else result
+
+    async def close_session(self, session: str = "default") -> None:
+        """End a shell session and kill its background children. Closing one that isn't there changes nothing. Safe to repeat."""
+        with contextlib.suppress(ProcessNotFound):
+            await self._transport.send("DELETE", self._transport.at(f"{self._path}/shell/{quote(session, safe='')}"))
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: ByteSource | None = None,
+        timeout: float | None = None,
+        max_output: int = MAX_OUTPUT_DEFAULT,
+        leftovers: Literal["kill", "keep"] = "kill",
+        check: bool = False,
+        exec_id: str | None = None,
+    ) -> CommandResult:
+        """Run a command to its end and return what it wrote. A string is run by ``/bin/sh -c``, a sequence is an argument vector.
+
+        ``cwd``: default is the sandbox's working directory. ``env`` is added to the sandbox's environment. ``user``: name, uid,
+        ``user:group`` or ``uid:gid``. ``stdin``: bytes, text, an async iterable of bytes of any length, or None (no input).
+        ``timeout`` (seconds): then the whole process tree is killed and the result is ``timed_out``. ``max_output``: bytes kept of each
+        stream (at most 64 MiB); the rest is counted and dropped (``truncated``), the command never blocks. ``leftovers="keep"`` lets
+        background children live on when the command ends. ``check=True`` raises CommandFailed unless the exit code is 0. ``exec_id``
+        names the call: one that is known already is attached to, not run again.
+
+        A program that isn't there is a result too (exit code 127, ``start_error``). Raises InvalidArgument (an argument vector or
+        environment above 1 MB, say). An interrupted call is taken up again, never run twice. Cancelling the call leaves the command
+        running; to repeat a call is safe only with an ``exec_id`` of your own.
+        """
+        content = None if stdin is None else whole(stdin)
+        streamed = stdin is not None and (content is None or len(content) > INLINE_STDIN)
+        request = self._exec_request(command, cwd, env, user, exec_id)
+        request.timeout_s = timeout
+        request.max_output = max_output
+        request.leftovers = leftovers
+        if streamed:
+            assert stdin is not None
+            request.stdin_stream = True
+            result = await self._exec_streaming_stdin(request, stdin)
+        else:
+            request.stdin = None if content is None else bytes(content)
+            result = await self._transport.call("POST", self._exec_url, _command_result, body=encode(request))
+        return _checked(result, command) if check else result
+
+    async def _exec_streaming_stdin(self, request: ExecRequest, stdin: ByteSource) -> CommandResult:
+        """Run a command while its standard input is sent beside it. The command's end wins: input that it didn't want is given up."""
+        assert request.exec_id is not None
+        path = f"{self._path}/exec/{quote(request.exec_id, safe='')}"
+        async with asyncio.TaskGroup() as tasks:
+            command = tasks.create_task(self._transport.call("POST", self._exec_url, _command_result, body=encode(request)))
+            feeding = tasks.create_task(self._feed(path, stdin))
+            try:
+                result = await command
+            finally:
+                feeding.cancel()
+        return result
+
+    async def _feed(self, path: str, stdin: ByteSource) -> None:
+        await self._until_started(path)
+        url = self._transport.at(f"{path}/stdin", {"eof": True})
+        # The command may end, or close its input, before all was sent: its result tells what it made of it.
+        with contextlib.suppress(NotFound, DSecError):
+            async with self._transport.request("PUT", url, data=pieces(stdin), headers={"Content-Type": OCTETS}) as response:
+                await response.read()
+
+    async def _until_started(self, path: str) -> None:
+        while True:
+            try:
+                await self._transport.call("GET", self._transport.at(path), _process_info)
+                return
+            except ProcessNotFound:
+                await asyncio.sleep(START_POLL_S)
+
+    async def start(
+        self,
+        command: Command,
+        *,
+        pty: PtySize | None = None,
+        stdin: bool | bytes | str = True,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        timeout: float | None = None,
+        leftovers: Literal["kill", "keep"] = "kill",
+        exec_id: str | None = None,
+    ) -> Process:
+        """Start a command and return as soon as it runs; its output is read from the :class:`Process`.
+
+        ``stdin``: True: what ``write_stdin`` sends, until ``close_stdin``; False: no input; bytes or text: that, then the end. ``pty``
+        gives the command a terminal of that size. ``timeout`` (seconds) kills its whole tree. Without ``exec_id`` one is made. A program
+        that isn't there: the process ends at once with exit code 127. The other arguments are those of :meth:`exec`.
+
+        An interrupted call is taken up again, never run twice; to repeat a call is safe with an ``exec_id`` of your own.
+        """
+        request = self._exec_request(command, cwd, env, user, exec_id)
+        request.mode = "start"
+        request.pty = pty
+        request.timeout_s = timeout
+        request.leftovers = leftovers
+        if isinstance(stdin, bool):
+            request.stdin_stream = stdin
+        else:
+            request.stdin = stdin.encode("utf-8", "surrogateescape") if isinstance(stdin, str) else stdin
+        info = await self._transport.call("POST", self._exec_url, _process_info, body=encode(request))
+        return Process(self._transport, self._path, info)
+
+    def _exec_request(
+        self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None, exec_id: str | None
+    ) -> ExecRequest:
+        request = ExecRequest(cwd=cwd, env={} if env is None else dict(env), user=user, exec_id=exec_id or _new_exec_id())
+        if isinstance(command, str):
+            request.command = command
+        else:
+            request.argv = list(command)
+            if not request.argv:
+                raise InvalidArgument("the argument vector is empty", field="argv")
+        return request
+
+    async def process(self, exec_id: str) -> Process:
+        """A command found again by its exec_id, whoever started it. Raises ProcessNotFound. Safe to repeat."""
+        url = self._transport.at(f"{self._path}/exec/{quote(exec_id, safe='')}")
+        return Process(self._transport, self._path, await self._transport.call("GET", url, _process_info))
+
+    async def commands(self) -> list[ProcessInfo]:
+        """The commands that were started here: those that run and the newest 256 that ended. Safe to repeat."""
+        return await self._transport.call("GET", self._exec_url, _process_infos)
+
+    # -- looking inside -------------------------------------------------------------------------------------------------------------------
+
+    async def processes(self) -> list[ProcessEntry]:
+        """Every process inside the sandbox, as its /proc shows it. Safe to repeat."""
+        return await self._transport.call("GET", self._transport.at(f"{self._path}/processes"), _process_entries)
+
+    async def metrics(self) -> Metrics:
+        """CPU seconds, memory, pids and disk in use, with their limits, now. Safe to repeat."""
+        return await self._transport.call("GET", self._transport.at(f"{self._path}/metrics"), _metrics)
+
+    def events(self, *, follow: bool = False) -> AsyncIterator[SandboxEvent]:
+        """What happened to the sandbox so far, oldest first; with ``follow=True`` also what happens from now on, until it is gone.
+        A broken connection raises Unavailable; asking again begins at the oldest event."""
+        return self._transport.lines("GET", self._transport.at(f"{self._path}/events", {"follow": follow}), _event)
+
+    def diff(self) -> AsyncIterator[DiffEntry]:
+        """What was added, changed and removed since creation, read from the writable layer. Safe to repeat."""
+        return self._transport.lines("GET", self._transport.at(f"{self._path}/diff"), _diff_entry)
+
+    # -- ports ----------------------------------------------------------------------------------------------------------------------------
+
+    async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A TCP connection to ``port`` inside (127.0.0.1, then ::1), as asyncio's streams. Closing the writer closes both directions.
+        Raises Conflict when nothing listens there. A broken connection is an end of file; nothing is repeated."""
+        return await open_port(self._transport, self._transport.at(f"{self._path}/tcp/{_port(port)}"))
+
+    async def url(self, port: int) -> str:
+        """An HTTP address of ``port`` inside, for browsers and other clients: it holds a signature instead of a key, so whoever has it may
+        use the port while the sandbox lives. Safe to repeat."""
+        answer = await self._transport.call("GET", self._transport.at(f"{self._path}/url/{_port(port)}"), _port_url)
+        return answer.url
+
+
+class SandboxCreation(contextlib.AbstractAsyncContextManager[Sandbox]):
+    """What :meth:`Sandbox.create` returns: await it for a sandbox to stop yourself, or enter it for one that is stopped at the end."""
+
+    def __init__(self, args: RunArgs, client: DSecClient | None, timeout: float | None) -> None:
+        self._args = args
+        self._client = client
+        self._timeout = timeout
+        self._sandbox: Sandbox | None = None
+
+    def __await__(self) -> Generator[object, None, Sandbox]:
+        return self._create().__await__()
+
+    async def _create(self) -> Sandbox:
+        if self._client is not None:
+            return await self._client.run(self._args, timeout=self._timeout)
+        from libdsec.client import DSecClient
+
+        client = DSecClient()
+        try:
+            return await client.run_owned(self._args, timeout=self._timeout)
+        except BaseException:
+            await client.close()
+            raise
+
+    async def __aenter__(self) -> Sandbox:
+        self._sandbox = await self._create()
+        return self._sandbox
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._sandbox is not None
+        await self._sandbox.stop()
+
+
+def _new_exec_id() -> str:
+    return f"ex-{secrets.token_hex(10)}"
+
+
+def _port(port: int) -> int:
+    if not 0 < port < 65536:
+        raise InvalidArgument(f"{port} is not a TCP port", field="port")
+    return port
+
+
+def _checked(result: CommandResult, command: Command) -> CommandResult:
+    if result.exit_code == 0:
+        return result
+    shown = command if isinstance(command, str) else " ".join(command)
+    if result.timed_out:
+        how = f"timed out after {result.duration_s:.1f} s"
+    elif result.oom_killed:
+        how = "was killed at the memory limit"
+    elif result.signal is not None:
+        how = f"was ended by signal {result.signal}"
+    else:
+        how = f"ended with exit code {result.exit_code}"
+    tail = (result.start_error or result.stderr).strip()[-ERROR_TAIL:]
+    raise CommandFailed(f"{shown[:200]!r} {how}{': ' + tail if tail else ''}", result=result)

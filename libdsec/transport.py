@@ -1,0 +1,364 @@
+"""HTTP as the SDK speaks it: one session, typed bodies in msgpack, one place for retries and for turning answers into errors.
+
+Owns connections, encodings, backoff and the mapping from HTTP answers to :mod:`libdsec.errors`. Knows no route: the callers name paths.
+
+What is retried: connection failures and the ``unavailable`` error, for calls whose repetition the platform recognizes (they carry an
+idempotency key or an exec_id) or that change nothing. Everything else is raised as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+from urllib.parse import quote, quote_from_bytes
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from libdsec.errors import (
+    AuthenticationError,
+    Conflict,
+    DSecError,
+    ErrorEnvelope,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    QuotaExceeded,
+    SandboxGone,
+    Unavailable,
+    from_body,
+)
+
+MSGPACK = "application/msgpack"
+NDJSON = "application/x-ndjson"
+OCTETS = "application/octet-stream"
+
+CONNECT_TIMEOUT_S = 10.0
+"""A TCP connection that isn't there by then counts as refused."""
+KEEPALIVE_S = 4.0
+"""Idle connections are dropped by us before a server's usual 5 s, so that a request never meets a connection that is just being closed."""
+TCP_IDLE_S = 30
+"""Seconds of silence after which the kernel probes a connection: a host that vanished is noticed though calls have no time limit."""
+READ_BUFFER = 4 << 20
+"""Bytes that may wait in a response before its connection stops reading: large, so that one chunk is handled while the next ones arrive."""
+SEND_CHUNK = 1 << 20
+"""Bytes handed to the socket at a time when something large is sent."""
+RETRY_FOR_S = 60.0
+"""How long a call that reached the server before goes on trying: longer than a restart of any part takes."""
+FIRST_CONTACT_S = 3.0
+"""The same for a server that never answered: most likely it isn't running, and the caller should hear so soon."""
+BACKOFF_MIN_S = 0.02
+BACKOFF_MAX_S = 2.0
+STEADY_S = 5.0
+"""An attempt that lived this long was a working connection: the next failure starts a new row."""
+ERROR_BODY_LIMIT = 64 << 10
+"""Bytes of an error body that is not ours (a proxy's page) which are looked at."""
+
+T = TypeVar("T")
+QueryValue = str | bytes | int | float | bool | None
+Query = Mapping[str, QueryValue] | Sequence[tuple[str, QueryValue]]
+"""Query parameters by name, or as pairs where a name may come more than once."""
+
+_json_error = msgspec.json.Decoder(ErrorEnvelope)
+_msgpack_error = msgspec.msgpack.Decoder(ErrorEnvelope)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Answer(Generic[T]):
+    """The decoders of one type of answer, built once."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._msgpack: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
+        self._json: msgspec.json.Decoder[T] = msgspec.json.Decoder(kind)
+
+    def decode(self, content_type: str, data: bytes) -> T:
+        return self._msgpack.decode(data) if content_type.startswith(MSGPACK) else self._json.decode(data)
+
+    def decode_line(self, line: bytes) -> T:
+        return self._json.decode(line)
+
+
+def encode(body: object) -> bytes:
+    """``body`` as msgpack. Raises InvalidArgument for text that has no UTF-8 form."""
+    try:
+        return _encoder.encode(body)
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"text can't be encoded as UTF-8: {error.object[:80]!r}") from error
+
+
+def build_url(base: str, path: str, query: Query | None = None) -> URL:
+    """``base`` + ``path`` (already percent-encoded) + ``query``, whose values are percent-encoded here: bytes as they are, None left
+    out."""
+    if query:
+        items = query.items() if isinstance(query, Mapping) else query
+        pairs = "&".join(f"{quote(name)}={_query_value(value)}" for name, value in items if value is not None)
+        if pairs:
+            path = f"{path}?{pairs}"
+    return URL(base + path, encoded=True)
+
+
+def _query_value(value: str | bytes | float | bool | None) -> str:
+    if isinstance(value, bytes):
+        return quote_from_bytes(value, safe="/")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return quote(str(value), safe="/")
+
+
+def error_of(status: int, content_type: str, data: bytes) -> DSecError:
+    """The error that an answer outside 2xx stands for; an answer that isn't the platform's (a proxy's, say) is mapped by its status."""
+    try:
+        envelope = (_msgpack_error if content_type.startswith(MSGPACK) else _json_error).decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        text = data[:200].decode("utf-8", "replace").strip()
+        message = f"the server answered HTTP {status} without an error body{': ' + text if text else ''}"
+        return _BY_STATUS.get(status, DSecError)(message)
+    return from_body(envelope.error)
+
+
+class Retry:
+    """When a failed call is tried again: exponential backoff with jitter, within a budget that runs from the first failure of a row."""
+
+    def __init__(self, budget_s: float, deadline: float | None = None) -> None:
+        """``deadline``: the time (of the event loop's clock) after which no attempt starts, whatever the budget says."""
+        self._budget_s = budget_s
+        self._deadline = deadline
+        self._failures = 0
+        self._row_started = 0.0
+
+    def delay(self, error: DSecError, *, attempt_started: float, now: float) -> float | None:
+        """Seconds to wait before the next attempt, or None: give up and raise ``error``."""
+        if self._failures == 0 or now - attempt_started > STEADY_S:
+            self._failures = 0
+            self._row_started = now
+        ceiling = min(BACKOFF_MAX_S, BACKOFF_MIN_S * 2**self._failures)
+        delay = error.retry_after if error.retry_after is not None else random.uniform(ceiling / 2, ceiling)
+        self._failures += 1
+        end = self._row_started + self._budget_s
+        if self._deadline is not None:
+            end = min(end, self._deadline)
+        return delay if now + delay <= end else None
+
+
+class Transport:
+    """A session with one apiserver. It belongs to the event loop in which it is first used."""
+
+    def __init__(self, url: str, api_key: str | None, project: str | None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Accept": MSGPACK, "Accept-Encoding": "identity", "User-Agent": "libdsec"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        if project is not None:
+            self._headers["X-DSec-Project"] = project
+        self._session: aiohttp.ClientSession | None = None
+        self._closed_because: DSecError | None = None
+        self._answered = False
+
+    async def open(self) -> None:
+        """Make the session. Opening an open transport changes nothing; opening a closed one makes it usable again."""
+        self._closed_because = None
+        self._live_session()
+
+    async def close(self, because: DSecError | None = None) -> None:
+        """Close every connection. Later calls raise ``because``. Closing twice changes nothing."""
+        if self._closed_because is None:
+            self._closed_because = because or InvalidArgument("the client is closed: open() it again or make a new one")
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed_because is not None
+
+    def at(self, path: str, query: Query | None = None) -> URL:
+        """The URL of ``path`` on this server; see :func:`build_url`."""
+        return build_url(self.url, path, query)
+
+    def _live_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            if self._closed_because is not None:
+                raise self._closed_because
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=300, socket_factory=_make_socket, enable_cleanup_closed=False
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                auto_decompress=False,
+                read_bufsize=READ_BUFFER,
+                max_line_size=64 << 10,
+            )
+        return self._session
+
+    def retry(self, deadline: float | None = None) -> Retry:
+        """A fresh budget for one call."""
+        return Retry(RETRY_FOR_S if self._answered else FIRST_CONTACT_S, deadline)
+
+    def unreachable(self, error: Exception) -> Unavailable:
+        """What a connection failure is to the caller."""
+        hint = "" if self._answered else "; is the server running (`dsec up`), and is the address right?"
+        detail = str(error) or type(error).__name__
+        return Unavailable(f"no answer from {self.url}: {detail}{hint}")
+
+    async def call(
+        self,
+        method: str,
+        url: URL,
+        answer: Answer[T],
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+    ) -> T:
+        """One request that may be repeated, and its decoded answer. ``body`` is msgpack.
+
+        Raises what the server answers, or Unavailable when it can't be reached within the retry budget.
+        """
+        content_type, data = await self._exchange(method, url, body, headers, deadline)
+        return answer.decode(content_type, data)
+
+    async def send(
+        self, method: str, url: URL, *, body: bytes | None = None, headers: Mapping[str, str] | None = None, deadline: float | None = None
+    ) -> None:
+        """Like :meth:`call`, for an answer without content."""
+        await self._exchange(method, url, body, headers, deadline)
+
+    async def _exchange(
+        self, method: str, url: URL, body: bytes | None, headers: Mapping[str, str] | None, deadline: float | None
+    ) -> tuple[str, bytes]:
+        session = self._live_session()
+        clock = asyncio.get_running_loop().time
+        if body is not None:
+            headers = _MSGPACK_BODY if headers is None else {**headers, "Content-Type": MSGPACK}
+        retry: Retry | None = None
+        while True:
+            started = clock()
+            try:
+                async with session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
+                    data = await response.read()
+                    content_type = response.headers.get("Content-Type", "")
+                self._answered = True
+                if response.status < 300:
+                    return content_type, data
+                error = error_of(response.status, content_type, data)
+                if not isinstance(error, Unavailable):
+                    raise error
+            except CONNECTION_ERRORS as failure:
+                if self._closed_because is not None:
+                    raise self._closed_because from failure
+                error = self.unreachable(failure)
+                error.__cause__ = failure
+            retry = retry or self.retry(deadline)
+            delay = retry.delay(error, attempt_started=started, now=clock())
+            if delay is None:
+                raise error
+            await asyncio.sleep(delay)
+
+    async def repeat(self, attempt: Callable[[], Awaitable[T]], *, deadline: float | None = None) -> T:
+        """The result of ``attempt``, which is made again as long as it raises Unavailable and the retry budget lasts."""
+        clock = asyncio.get_running_loop().time
+        retry: Retry | None = None
+        while True:
+            started = clock()
+            try:
+                return await attempt()
+            except Unavailable as error:
+                retry = retry or self.retry(deadline)
+                delay = retry.delay(error, attempt_started=started, now=clock())
+                if delay is None or self.closed:
+                    raise
+            await asyncio.sleep(delay)
+
+    @asynccontextmanager
+    async def request(
+        self, method: str, url: URL, *, data: bytes | AsyncIterable[bytes] | None = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """One attempt, answered by a response whose body is still to be read. Raises what the server answers; Unavailable when the
+        connection fails, also while the body is being read inside the ``async with``."""
+        session = self._live_session()
+        try:
+            async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as response:
+                self._answered = True
+                if response.status >= 300:
+                    content = await response.content.read(ERROR_BODY_LIMIT)
+                    raise error_of(response.status, response.headers.get("Content-Type", ""), content)
+                yield response
+        except CONNECTION_ERRORS as failure:
+            if self._closed_because is not None:
+                raise self._closed_because from failure
+            raise self.unreachable(failure) from failure
+
+    async def lines(
+        self,
+        method: str,
+        url: URL,
+        answer: Answer[T],
+        *,
+        body: bytes | None = None,
+        data: AsyncIterable[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[T, None]:
+        """The items of an NDJSON answer, each as soon as its line is there. One attempt: a break raises Unavailable.
+
+        ``body`` is a msgpack request body, ``data`` a stream of bytes; at most one of them is given.
+        """
+        all_headers = {"Accept": NDJSON, "Content-Type": MSGPACK if body is not None else OCTETS, **(headers or {})}
+        async with self.request(method, url, data=body if body is not None else data, headers=all_headers) as response:
+            async for item in split_lines(response, answer):
+                yield item
+
+    async def websocket(self, url: URL, *, max_message: int = 4 << 20) -> aiohttp.ClientWebSocketResponse:
+        """A WebSocket. Raises what the server answers instead of the upgrade, Unavailable when it can't be reached."""
+        session = self._live_session()
+        try:
+            socket = await session.ws_connect(url, max_msg_size=max_message, compress=0, autoping=True)
+        except aiohttp.WSServerHandshakeError as failure:
+            raise error_of(failure.status, "", f"WebSocket {url.path}: {failure.message}".encode()) from failure
+        except CONNECTION_ERRORS as failure:
+            raise self.unreachable(failure) from failure
+        self._answered = True
+        return socket
+
+
+async def split_lines(response: aiohttp.ClientResponse, answer: Answer[T]) -> AsyncGenerator[T, None]:
+    """The items of an NDJSON response, each as soon as its line is complete."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *complete, rest = (rest + chunk).split(b"\n")
+        for line in complete:
+            if line:
+                yield answer.decode_line(line)
+    if rest.strip():
+        yield answer.decode_line(rest)
+
+
+def _make_socket(address: tuple[int, int, int, str, tuple[str, int]]) -> socket.socket:
+    """A socket that sends small requests at once and notices a vanished host."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TCP_IDLE_S)
+    return made
+
+
+CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+"""What aiohttp raises when the network failed, as opposed to an answer."""
+_MSGPACK_BODY = {"Content-Type": MSGPACK}
+_BY_STATUS: dict[int, type[DSecError]] = {
+    **{
+        kind.status: kind
+        for kind in (InvalidArgument, AuthenticationError, PermissionDenied, NotFound, Conflict, QuotaExceeded, SandboxGone)
+    },
+    **dict.fromkeys((502, 503, 504), Unavailable),
+}
+"""What an answer without an error body is taken for: a proxy's 502 to 504 say that the server can't be reached."""
