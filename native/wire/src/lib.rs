@@ -1,1 +1,8 @@
-//! Frames shared by chronus and the spawner.
+//! What travels between the edge and chronus: the frame codec, msgpack values, and the maps that frames carry. `docs/wire.md` is the contract.
+//!
+//! This crate knows bytes only: no descriptor, no clock, no policy. It uses no derive macros, because a static build without `--target`
+//! can't make procedural macros.
+
+pub mod frame;
+pub mod message;
+pub mod value;
