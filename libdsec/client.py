@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -129,16 +130,20 @@ class DSecClient:
         keyed = _with_keys([args], count=1)
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
+        retry = self.transport.retry(deadline) if timeout is None else Retry(timeout, deadline)
         while True:
+            started = clock()
             [item] = [item async for item in self._create(keyed, deadline)]
             if item.sandbox is not None:
                 return item.sandbox
             assert item.error is not None
             error = from_body(item.error)
-            wait = error.retry_after
-            if not isinstance(error, NoCapacity) or deadline is None or wait is None or clock() + wait >= deadline:
+            if not isinstance(error, Unavailable) and (timeout is None or not isinstance(error, NoCapacity)):
                 raise error
-            await asyncio.sleep(wait)
+            delay = retry.delay(error, attempt_started=started, now=clock())
+            if delay is None:
+                raise error
+            await asyncio.sleep(delay)
 
     async def run_many(
         self, args: RunArgs | Sequence[RunArgs], *, count: int = 1, timeout: float | None = None
@@ -171,27 +176,29 @@ class DSecClient:
             started = clock()
             left = None if deadline is None else max(0.0, deadline - started)
             try:
-                async with asyncio.timeout(None if left is None else left + DEADLINE_GRACE_S):
-                    async for item in self._ask_for(list(missing.values()), left):
+                async with aclosing(self._ask_for(list(missing.values()), left)) as answers:
+                    while missing:
+                        # Only waiting for the server is limited, not what the caller does with an item.
+                        async with asyncio.timeout(None if left is None else started + left + DEADLINE_GRACE_S - clock()):
+                            item = await anext(answers)
                         item.index = indices[item.index]
                         if missing.pop(item.index, None) is not None:
                             yield item
-                if not missing:
-                    return
+                return
+            except StopAsyncIteration:
                 error = Unavailable(f"the server ended its answer with {len(missing)} of {len(keyed)} sandboxes missing")
             except Unavailable as failure:
                 error = failure
             except TimeoutError as failure:
-                raise DeadlineExceeded(
-                    f"{len(missing)} of {len(keyed)} sandboxes weren't ready in time, and the server is silent"
-                ) from failure
+                text = f"{len(missing)} of {len(keyed)} sandboxes weren't ready in time, and the server is silent"
+                raise DeadlineExceeded(text) from failure
             retry = retry or self.transport.retry(deadline)
             delay = retry.delay(error, attempt_started=started, now=clock())
             if delay is None:
                 raise error
             await asyncio.sleep(delay)
 
-    def _ask_for(self, items: list[RunArgs], timeout_s: float | None) -> AsyncIterator[CreateItem]:
+    def _ask_for(self, items: list[RunArgs], timeout_s: float | None) -> AsyncGenerator[CreateItem, None]:
         shared = {} if timeout_s is None else {"timeout_s": timeout_s}
         body = {"args": _given(items[0]), **shared} if len(items) == 1 else {"items": [_given(item) for item in items], **shared}
         return self.transport.lines("POST", self.transport.at("/v1/sandboxes"), _create_item, body=encode(body))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import os
+import posixpath
 import secrets
 import stat
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
@@ -38,9 +39,13 @@ class Files:
     and what every call of a sandbox raises.
     """
 
-    def __init__(self, transport: Transport, sandbox_path: str) -> None:
+    def __init__(self, transport: Transport, sandbox_path: str, workdir: str) -> None:
         self._transport = transport
         self._path = f"{sandbox_path}/files"
+        self._workdir = path_bytes(workdir)
+
+    def _absolute(self, path: SandboxPath, field: str = "path") -> bytes:
+        return posixpath.join(self._workdir, path_bytes(path, field))
 
     # -- content --------------------------------------------------------------------------------------------------------------------------
 
@@ -48,7 +53,7 @@ class Files:
         """The whole content of a regular file. Raises FileError (EISDIR, EINVAL) for anything else. Safe to repeat."""
 
         async def attempt() -> bytes:
-            url = self._transport.at(self._path, {"path": path_bytes(path)})
+            url = self._transport.at(self._path, {"path": self._absolute(path)})
             async with self._transport.request("GET", url) as response:
                 return await response.read()
 
@@ -64,7 +69,7 @@ class Files:
         Raises what :meth:`read` raises, and Unavailable when the connection breaks: go on with ``offset`` if the file is sure not to
         change.
         """
-        url = self._transport.at(self._path, {"path": path_bytes(path), "offset": offset or None, "length": length})
+        url = self._transport.at(self._path, {"path": self._absolute(path), "offset": offset or None, "length": length})
         async with self._transport.request("GET", url) as response:
             async for chunk in response.content.iter_any():
                 yield chunk
@@ -99,7 +104,7 @@ class Files:
         self, path: SandboxPath, data: bytes | AsyncIterable[bytes], mode: int | None, user: str | None, append: bool
     ) -> FileInfo:
         octal = None if mode is None else f"{mode:o}"
-        url = self._transport.at(self._path, {"path": path_bytes(path), "mode": octal, "user": user, "append": append or None})
+        url = self._transport.at(self._path, {"path": self._absolute(path), "mode": octal, "user": user, "append": append or None})
         async with self._transport.request("PUT", url, data=data, headers=_octets) as response:
             return _file_info.decode(response.headers.get("Content-Type", ""), await response.read())
 
@@ -107,7 +112,7 @@ class Files:
 
     async def stat(self, path: SandboxPath, *, follow: bool = False) -> FileInfo:
         """One file's type, size, mode, owner and times; ``follow=True`` looks through a final symlink. Safe to repeat."""
-        url = self._transport.at(f"{self._path}/stat", {"path": path_bytes(path), "follow": follow or None})
+        url = self._transport.at(f"{self._path}/stat", {"path": self._absolute(path), "follow": follow or None})
         return await self._transport.call("GET", url, _file_info)
 
     async def exists(self, path: SandboxPath) -> bool:
@@ -122,7 +127,7 @@ class Files:
         """A directory's entries, or with ``recursive=True`` everything below it. Symlinks are not followed. Safe to repeat."""
 
         async def attempt() -> builtins.list[FileInfo]:
-            url = self._transport.at(f"{self._path}/list", {"path": path_bytes(path), "recursive": recursive or None})
+            url = self._transport.at(f"{self._path}/list", {"path": self._absolute(path), "recursive": recursive or None})
             return [entry async for entry in self._transport.lines("GET", url, _file_info)]
 
         return await self._transport.repeat(attempt)
@@ -130,25 +135,25 @@ class Files:
     async def mkdir(self, path: SandboxPath, *, parents: bool = True, mode: int | None = None) -> None:
         """Make a directory. With ``parents`` also what is missing above it, and one that exists already is no error. ``mode``: permission
         bits, 0o755 unless told. Safe to repeat with ``parents``."""
-        await self._change("mkdir", path=path_bytes(path), parents=parents, mode=None if mode is None else f"{mode:o}")
+        await self._change("mkdir", path=self._absolute(path), parents=parents, mode=None if mode is None else f"{mode:o}")
 
     async def move(self, path: SandboxPath, to: SandboxPath) -> None:
         """Rename within a filesystem, replacing an existing file. A repetition may raise FileNotFound."""
-        await self._change("move", path=path_bytes(path), to=path_bytes(to, "to"))
+        await self._change("move", path=self._absolute(path), to=self._absolute(to, "to"))
 
     async def remove(self, path: SandboxPath, *, recursive: bool = False) -> None:
         """Remove a file or an empty directory; with ``recursive=True`` a whole tree, without following symlinks. A repetition may raise
         FileNotFound."""
-        await self._change("remove", path=path_bytes(path), recursive=recursive or None)
+        await self._change("remove", path=self._absolute(path), recursive=recursive or None)
 
     async def chmod(self, path: SandboxPath, mode: int) -> None:
         """Set the permission bits (0o7777). Safe to repeat."""
-        await self._change("chmod", path=path_bytes(path), mode=f"{mode:o}")
+        await self._change("chmod", path=self._absolute(path), mode=f"{mode:o}")
 
     async def chown(self, path: SandboxPath, owner: str | int, group: str | int | None = None) -> None:
         """Set the owner: a name or uid of the sandbox, ``owner:group`` in one, or ``group`` apart; without a group that stays.
         Safe to repeat."""
-        await self._change("chown", path=path_bytes(path), owner=str(owner) if group is None else f"{owner}:{group}")
+        await self._change("chown", path=self._absolute(path), owner=str(owner) if group is None else f"{owner}:{group}")
 
     async def _change(self, verb: str, **query: QueryValue) -> None:
         headers = {"Idempotency-Key": secrets.token_hex(12)}
@@ -160,7 +165,7 @@ class Files:
 
         An event of type ``overflow`` means that some were lost. Raises Unavailable when the connection breaks; watch again and look.
         """
-        url = self._transport.at(f"{self._path}/watch", {"path": path_bytes(path), "recursive": recursive or None})
+        url = self._transport.at(f"{self._path}/watch", {"path": self._absolute(path), "recursive": recursive or None})
         return FileWatch(self._transport, url)
 
     # -- whole files and directories ------------------------------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ class Files:
         source = Path(local)
         status = await asyncio.to_thread(source.stat)
         if stat.S_ISDIR(status.st_mode):
-            url = self._transport.at(f"{self._path}/tar", {"path": path_bytes(remote, "remote")})
+            url = self._transport.at(f"{self._path}/tar", {"path": self._absolute(remote, "remote")})
             await self._transport.repeat(lambda: self._put_tar(url, source))
             return
         mode = stat.S_IMODE(status.st_mode) & 0o777
@@ -200,7 +205,7 @@ class Files:
             await self._transport.repeat(lambda: self._get_file(remote, target, info.mode))
 
     async def _get_tar(self, remote: SandboxPath, target: Path, outside_links: OutsideLinks) -> None:
-        url = self._transport.at(f"{self._path}/tar", {"path": path_bytes(remote, "remote")})
+        url = self._transport.at(f"{self._path}/tar", {"path": self._absolute(remote, "remote")})
         async with self._transport.request("GET", url) as response:
             await unpack(response.content.iter_any(), target, outside_links)
 

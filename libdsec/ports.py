@@ -16,23 +16,26 @@ READ_LIMIT = 1 << 20
 """Bytes that wait unread before the connection stops reading; also the longest line of ``readline``."""
 WRITE_LIMIT = 1 << 20
 """Bytes that wait unsent before ``drain`` waits."""
-REFUSED = 1011
-"""WebSocket close code with which the edge says that nothing listens on the port; the close reason says it in words."""
+MESSAGE = 1 << 18
+"""Bytes of one outgoing message at most."""
+ORDERLY = frozenset({1000, 1001, 1005})
+"""WebSocket close codes that are an end of file; any other is a broken connection, and its reason says why."""
 
 
 async def open_port(transport: Transport, url: URL) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection through the WebSocket at ``url``."""
+    """A connection through the WebSocket at ``url``. Raises what :meth:`Transport.websocket` raises."""
     websocket = await transport.websocket(url)
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=READ_LIMIT, loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     carrier = _WebSocketTransport(websocket, protocol, loop)
     protocol.connection_made(carrier)
+    carrier.begin()
     return reader, asyncio.StreamWriter(carrier, protocol, reader, loop)
 
 
 class _WebSocketTransport(asyncio.Transport):
-    """What asyncio's streams need of a transport, on top of a WebSocket's binary messages."""
+    """What asyncio's streams need of a transport, on top of a WebSocket's binary messages. Two tasks carry the two directions."""
 
     def __init__(
         self, websocket: aiohttp.ClientWebSocketResponse, protocol: asyncio.StreamReaderProtocol, loop: asyncio.AbstractEventLoop
@@ -43,12 +46,17 @@ class _WebSocketTransport(asyncio.Transport):
         self._loop = loop
         self._outgoing: deque[bytes] = deque()
         self._outgoing_size = 0
-        self._protocol_paused = False
+        self._writing_paused = False
         self._closing = False
+        self._lost = False
         self._may_read = asyncio.Event()
         self._may_read.set()
         self._to_send = asyncio.Event()
-        self._tasks = (loop.create_task(self._receive()), loop.create_task(self._send()))
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    def begin(self) -> None:
+        """Start carrying; the protocol knows this transport by now."""
+        self._tasks = (self._loop.create_task(self._receive()), self._loop.create_task(self._send()))
 
     async def _receive(self) -> None:
         error: Exception | None = None
@@ -59,16 +67,15 @@ class _WebSocketTransport(asyncio.Transport):
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     break
                 self._protocol.data_received(cast(bytes, message.data))
-            if self._websocket.close_code == REFUSED:
-                error = ConnectionRefusedError(str(message.extra or "nothing listens on that port"))
+            if self._websocket.close_code not in ORDERLY and not self._closing:
+                error = ConnectionResetError(f"the connection into the sandbox broke: {message.extra or self._websocket.close_code}")
         except (aiohttp.ClientError, OSError) as failure:
             error = ConnectionResetError(str(failure))
-        self._protocol.eof_received()
-        self._finish(error)
+        await self._end(error)
 
     async def _send(self) -> None:
         try:
-            while True:
+            while self._outgoing or not self._closing:
                 await self._to_send.wait()
                 self._to_send.clear()
                 while self._outgoing:
@@ -76,38 +83,38 @@ class _WebSocketTransport(asyncio.Transport):
                     await self._websocket.send_bytes(data)
                     self._outgoing_size -= len(data)
                     self._allow_writing()
-                if self._closing:
-                    break
         except (aiohttp.ClientError, OSError) as failure:
-            self._finish(ConnectionResetError(str(failure)))
+            await self._end(ConnectionResetError(str(failure)))
             return
-        with contextlib.suppress(aiohttp.ClientError, OSError):
-            await self._websocket.close()
-        self._finish(None)
+        await self._end(None)
 
     def _allow_writing(self) -> None:
-        if self._protocol_paused and self._outgoing_size <= WRITE_LIMIT // 2:
-            self._protocol_paused = False
+        if self._writing_paused and self._outgoing_size <= WRITE_LIMIT // 2:
+            self._writing_paused = False
             self._protocol.resume_writing()
 
-    def _finish(self, error: Exception | None) -> None:
-        if self._websocket is not None and not getattr(self, "_finished", False):
-            self._finished = True
-            self._closing = True
-            self._loop.create_task(self._websocket.close())
-            for task in self._tasks:
-                if task is not asyncio.current_task():
-                    task.cancel()
-            self._protocol.connection_lost(error)
+    async def _end(self, error: Exception | None) -> None:
+        """Whichever direction ends first ends the connection."""
+        if self._lost:
+            return
+        self._lost = self._closing = True
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            await self._websocket.close()
+        self._protocol.connection_lost(error)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._closing or not data:
+        if self._closing:
             return
-        self._outgoing.append(bytes(data))
-        self._outgoing_size += len(data)
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), MESSAGE):
+            self._outgoing.append(bytes(view[start : start + MESSAGE]))
+        self._outgoing_size += len(view)
         self._to_send.set()
-        if self._outgoing_size > WRITE_LIMIT and not self._protocol_paused:
-            self._protocol_paused = True
+        if self._outgoing_size > WRITE_LIMIT and not self._writing_paused:
+            self._writing_paused = True
             self._protocol.pause_writing()
 
     def can_write_eof(self) -> bool:
@@ -117,11 +124,14 @@ class _WebSocketTransport(asyncio.Transport):
         return self._closing
 
     def close(self) -> None:
+        """Send what waits, then close."""
         self._closing = True
         self._to_send.set()
 
     def abort(self) -> None:
-        self._finish(None)
+        """Close at once; what waits is lost."""
+        self._outgoing.clear()
+        self.close()
 
     def pause_reading(self) -> None:
         self._may_read.clear()

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from libdsec.errors import CommandFailed, DSecError, InvalidArgument, NotFound, ProcessNotFound, SandboxGone
+from libdsec.errors import CommandFailed, Conflict, InvalidArgument, NotFound, ProcessNotFound, SandboxGone
 from libdsec.files import Files
 from libdsec.ports import open_port
 from libdsec.process import Process
@@ -34,6 +34,7 @@ from libdsec.schema import (
     SandboxEvent,
     SandboxInfo,
     ShellRequest,
+    SignalRequest,
     State,
 )
 from libdsec.streams import ByteSource, pieces, whole
@@ -79,7 +80,7 @@ class Sandbox:
         self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
         self._exec_url = transport.at(f"{self._path}/exec")
         self._shell_url = transport.at(f"{self._path}/shell")
-        self.files = Files(transport, self._path)
+        self.files = Files(transport, self._path, info.workdir)
         """The sandbox's files."""
 
     @classmethod
@@ -296,20 +297,25 @@ class Sandbox:
         """Run a command while its standard input is sent beside it. The command's end wins: input that it didn't want is given up."""
         assert request.exec_id is not None
         path = f"{self._path}/exec/{quote(request.exec_id, safe='')}"
-        async with asyncio.TaskGroup() as tasks:
-            command = tasks.create_task(self._transport.call("POST", self._exec_url, _command_result, body=encode(request)))
-            feeding = tasks.create_task(self._feed(path, stdin))
-            try:
-                result = await command
-            finally:
-                feeding.cancel()
-        return result
+        command = asyncio.ensure_future(self._transport.call("POST", self._exec_url, _command_result, body=encode(request)))
+        feeding = asyncio.ensure_future(self._feed(path, stdin))
+        try:
+            await asyncio.wait((command, feeding), return_when=asyncio.FIRST_COMPLETED)
+            if not command.done() and feeding.exception() is not None:
+                kill = SignalRequest(signal="KILL", tree=True)
+                await self._transport.send("POST", self._transport.at(f"{path}/signal"), body=encode(kill))
+                feeding.result()
+            return await command
+        finally:
+            command.cancel()
+            feeding.cancel()
+            await asyncio.gather(command, feeding, return_exceptions=True)
 
     async def _feed(self, path: str, stdin: ByteSource) -> None:
-        await self._until_started(path)
-        url = self._transport.at(f"{path}/stdin", {"eof": True})
-        # The command may end, or close its input, before all was sent: its result tells what it made of it.
-        with contextlib.suppress(NotFound, DSecError):
+        """Send the whole input. That the command ended or closed its input first is no failure: its result tells what it made of it."""
+        with contextlib.suppress(ProcessNotFound, Conflict):
+            await self._until_started(path)
+            url = self._transport.at(f"{path}/stdin", {"eof": True})
             async with self._transport.request("PUT", url, data=pieces(stdin), headers={"Content-Type": OCTETS}) as response:
                 await response.read()
 
@@ -399,7 +405,13 @@ class Sandbox:
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A TCP connection to ``port`` inside (127.0.0.1, then ::1), as asyncio's streams. Closing the writer closes both directions.
         Raises Conflict when nothing listens there. A broken connection is an end of file; nothing is repeated."""
-        return await open_port(self._transport, self._transport.at(f"{self._path}/tcp/{_port(port)}"))
+        url = self._transport.at(f"{self._path}/tcp/{_port(port)}")
+        try:
+            return await open_port(self._transport, url)
+        except (NotFound, Conflict) as refusal:
+            # A refused upgrade has no body, so a sandbox that is gone looks like a port that isn't there.
+            await self.info()
+            raise Conflict(f"nothing listens on port {port} inside {self.id}") from refusal
 
     async def url(self, port: int) -> str:
         """An HTTP address of ``port`` inside, for browsers and other clients: it holds a signature instead of a key, so whoever has it may

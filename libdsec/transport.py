@@ -40,8 +40,8 @@ OCTETS = "application/octet-stream"
 
 CONNECT_TIMEOUT_S = 10.0
 """A TCP connection that isn't there by then counts as refused."""
-KEEPALIVE_S = 4.0
-"""Idle connections are dropped by us before a server's usual 5 s, so that a request never meets a connection that is just being closed."""
+KEEPALIVE_S = 30.0
+"""Idle connections are dropped by us before the server does it (after 75 s), so that no request meets one that is just being closed."""
 TCP_IDLE_S = 30
 """Seconds of silence after which the kernel probes a connection: a host that vanished is noticed though calls have no time limit."""
 READ_BUFFER = 4 << 20
@@ -284,14 +284,17 @@ class Transport:
         """One attempt, answered by a response whose body is still to be read. Raises what the server answers; Unavailable when the
         connection fails, also while the body is being read inside the ``async with``."""
         session = self._live_session()
+        source = data if data is None or isinstance(data, bytes) else _Source(data)
         try:
-            async with session.request(method, url, data=data, headers=headers, allow_redirects=False) as response:
+            async with session.request(method, url, data=source, headers=headers, allow_redirects=False) as response:
                 self._answered = True
                 if response.status >= 300:
                     content = await response.content.read(ERROR_BODY_LIMIT)
                     raise error_of(response.status, response.headers.get("Content-Type", ""), content)
                 yield response
         except CONNECTION_ERRORS as failure:
+            if isinstance(source, _Source) and source.failure is not None:
+                raise source.failure from None
             if self._closed_because is not None:
                 raise self._closed_because from failure
             raise self.unreachable(failure) from failure
@@ -326,6 +329,22 @@ class Transport:
             raise self.unreachable(failure) from failure
         self._answered = True
         return socket
+
+
+class _Source:
+    """A request body from the caller, remembering what it raised: that isn't a failure of the connection."""
+
+    def __init__(self, items: AsyncIterable[bytes]) -> None:
+        self._items = items
+        self.failure: Exception | None = None
+
+    async def __aiter__(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for item in self._items:
+                yield item
+        except Exception as failure:
+            self.failure = failure
+            raise
 
 
 async def split_lines(response: aiohttp.ClientResponse, answer: Answer[T]) -> AsyncGenerator[T, None]:
