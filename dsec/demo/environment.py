@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -18,8 +19,6 @@ BASE, WORKSPACE, TOOLKIT = "demo-debian", "demo-dayplan", "demo-agent"
 WORKSPACE_AT, TOOLKIT_AT = "/workspace", "/opt/agent"
 """Where workspace and toolkit appear in a sandbox."""
 PACKAGES = ("python3", "git", "python3-pytest")
-SUITE = "stable"
-"""A name that every Debian mirror has."""
 COMMIT_ENVIRONMENT = {
     "GIT_AUTHOR_NAME": "dayplan",
     "GIT_AUTHOR_EMAIL": "dayplan@example.invalid",
@@ -42,11 +41,11 @@ async def debian_tar(file: Path, packages: Sequence[str]) -> Path:
 
     Needs root. Raises BuildError.
     """
-    if os.path.exists(file):
+    if await asyncio.to_thread(file.exists):
         return file
     os.makedirs(file.parent, exist_ok=True)
     partial = file.with_name(f"{file.name}.{os.getpid()}.tar")
-    command = ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--include={','.join(packages)}", SUITE, str(partial)]
+    command = ["mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", f"--include={','.join(packages)}", _suite(), str(partial)]
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
@@ -63,6 +62,12 @@ async def debian_tar(file: Path, packages: Sequence[str]) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     return file
+
+
+def _suite() -> str:
+    """The host's own Debian release, whose mirror surely works; "stable" where the host is something else."""
+    release = platform.freedesktop_os_release()
+    return release.get("VERSION_CODENAME", "stable") if release.get("ID") == "debian" else "stable"
 
 
 async def import_base(client: DSecClient, tar: Path) -> None:

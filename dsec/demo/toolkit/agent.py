@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """A scripted agent: reads what a failing test run printed, makes one small edit, and says what it did.
 
-Usage: ``agent.py --seed N < OUTPUT_OF_PYTEST``, in the repository. From the failures it finds the functions that the failing tests reach; in
-those it tries, one a call, the edits that programmers get wrong most often (a comparison that leaves out its border, a sign). The seed
+Usage: ``agent.py --seed N < OUTPUT_OF_PYTEST``, in the repository. From the failures it finds the functions that the failing tests reach;
+in those it tries, one a call, the edits that programmers get wrong most often (a comparison that leaves out its border, a sign). The seed
 shuffles their order. An edit that didn't help is taken back by the next call. Exit status 1 if it has no idea left.
 
 It needs nothing but Python and git, because it lives in a toolkit layer above whatever image a task brings.
