@@ -1,0 +1,225 @@
+"""``dsec exec`` and ``dsec logs``: commands in a sandbox, with their output as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsec.cli import sandboxes
+from dsec.cli.output import AsJson, clock, print_json, print_table, write_all
+from dsec.cli.run import CliError, fail, with_client
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient, OutputStream, Process, Sandbox
+    from libdsec.schema import CommandResult, ProcessInfo
+
+STDIN_CHUNK = 256 * 1024
+
+FreshImage = Annotated[str | None, typer.Option("--image", help="Run in a fresh sandbox of this image, which is stopped at the end.")]
+Cwd = Annotated[str | None, typer.Option("--cwd", "-w", help="Where the command starts.")]
+User = Annotated[str | None, typer.Option("--user", "-u", help="Name, uid, user:group or uid:gid.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    # Options end at the first word that is none: what follows belongs to the command that is run.
+    app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
+    app.command()(logs)
+
+
+def exec_(
+    words: Annotated[list[str], typer.Argument(metavar="SANDBOX COMMAND...", help="With --image only the command.")],
+    image: FreshImage = None,
+    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Send this command's standard input.")] = False,
+    tty: Annotated[bool, typer.Option("--tty", "-t", help="Give the command a terminal (and the input).")] = False,
+    background: Annotated[bool, typer.Option("--detach", "-d", help="Print the exec_id and leave the command running.")] = False,
+    cwd: Cwd = None,
+    env: sandboxes.Env = None,
+    user: User = None,
+    timeout: Annotated[float | None, typer.Option(help="Kill the command's whole tree after so many seconds.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a command in a sandbox; its exit code is this command's.
+
+    Output comes as it is written, stdout and stderr apart. Ctrl-C interrupts the command inside; a second one kills its whole tree. A
+    string for the shell: dsec exec SANDBOX -- sh -c '...'.
+
+    Example: dsec exec sb-e1-... -- pytest -q
+    """
+    command = list(words) if image else list(words[1:])
+    if not command:
+        fail("a command is missing: dsec exec SANDBOX -- COMMAND...", code=2)
+    if background and (image or tty or stdin):
+        fail("--detach goes with none of --image, --tty and --stdin", code=2)
+
+    async def run(client: DSecClient) -> int:
+        async with sandbox_for(client, words[0], image) as sandbox:
+            environment = sandboxes.pairs(env, "--env")
+            if tty:
+                from dsec.cli.shell import interact
+
+                return await interact(sandbox, command, cwd=cwd, env=environment, user=user, timeout=timeout)
+            content = await asyncio.to_thread(sys.stdin.buffer.read) if stdin and as_json else None
+            if as_json and not background:
+                result = await sandbox.exec(command, cwd=cwd, env=environment, user=user, timeout=timeout, stdin=content)
+                print_json(result_for_people(result))
+                return result.exit_code
+            process = await sandbox.start(command, stdin=stdin, cwd=cwd, env=environment, user=user, timeout=timeout)
+            if background:
+                print_json(await process.info()) if as_json else print(process.exec_id)
+                return 0
+            return await _follow_to_end(process, stdin=stdin)
+
+    with_client(run)
+
+
+def logs(
+    sandbox_id: Annotated[str, typer.Argument(metavar="SANDBOX")],
+    exec_id: Annotated[str | None, typer.Argument(metavar="[EXEC_ID]", help="Whose output to show. Without it: list the commands.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the command ends.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List a sandbox's commands, or show the output of one.
+
+    What was written stays readable in a window of 8 MiB a stream, also after the command has ended.
+
+    Example: dsec logs sb-e1-... ex-... --follow
+    """
+
+    async def run(client: DSecClient) -> None:
+        sandbox = await client.attach(sandbox_id)
+        if exec_id is None:
+            _list_commands(await sandbox.commands(), as_json=as_json)
+            return
+        process = await sandbox.process(exec_id)
+        info = await process.info()
+        if as_json:
+            print_json(info)
+            return
+        endless = follow or not info.running
+        await asyncio.gather(
+            copy_out(process.stdout, sys.stdout.fileno(), None if endless else info.stdout_total),
+            copy_out(process.stderr, sys.stderr.fileno(), None if endless else info.stderr_total),
+        )
+
+    with_client(run)
+
+
+def _list_commands(infos: list[ProcessInfo], *, as_json: bool) -> None:
+    if as_json:
+        print_json(infos)
+        return
+    rows = [
+        (
+            info.exec_id,
+            clock(info.started_at),
+            "running" if info.running else f"exit {info.exit_code}",
+            str(info.stdout_total),
+            " ".join(info.argv),
+        )
+        for info in infos
+    ]
+    print_table(("exec_id", "started", "state", "stdout", "command"), rows, empty="no commands yet")
+
+
+# -- shared by the commands that run something in a sandbox
+
+
+@contextlib.asynccontextmanager
+async def sandbox_for(client: DSecClient, sandbox_id: str, image: str | None) -> AsyncIterator[Sandbox]:
+    """The sandbox of that id; with ``image`` a fresh one, which is stopped whatever happens."""
+    if image is None:
+        yield await client.attach(sandbox_id)
+        return
+    run_label = secrets.token_hex(6)
+    try:
+        yield await client.run(sandboxes.run_args(image, {"labels": {sandboxes.CREATE_LABEL: run_label}}))
+    finally:
+        await sandboxes.stop_labelled(client, run_label)
+
+
+def result_for_people(result: CommandResult) -> dict[str, object]:
+    """A result with its output as text."""
+    import msgspec
+
+    fields = msgspec.structs.asdict(result)
+    del fields["stdout_bytes"], fields["stderr_bytes"]
+    return {**fields, "stdout": result.stdout, "stderr": result.stderr}
+
+
+async def copy_out(stream: OutputStream, descriptor: int, limit: int | None = None) -> None:
+    """Write a command's stream to a descriptor of ours as it comes, up to byte ``limit`` (None: to its end)."""
+    if limit is not None and stream.offset >= limit:
+        return
+    async for chunk in stream:
+        await asyncio.to_thread(write_all, descriptor, chunk)
+        if limit is not None and stream.offset >= limit:
+            return
+
+
+async def _follow_to_end(process: Process, *, stdin: bool) -> int:
+    """Pass output (and input) on until the command ends; returns its exit code."""
+    with _interrupts_go_to(process):
+        feeding = asyncio.create_task(_feed(process)) if stdin else None
+        try:
+            await asyncio.gather(copy_out(process.stdout, sys.stdout.fileno()), copy_out(process.stderr, sys.stderr.fileno()))
+            result = await process.wait()
+        finally:
+            if feeding is not None:
+                feeding.cancel()
+    if result.start_error is not None:
+        raise CliError(result.start_error)
+    if result.timed_out:
+        typer.echo(f"dsec: killed after its timeout ({result.duration_s:.1f} s)", err=True)
+    if result.oom_killed:
+        typer.echo("dsec: killed by the sandbox's memory limit", err=True)
+    return result.exit_code
+
+
+async def _feed(process: Process) -> None:
+    from libdsec.errors import DSecError
+
+    reader = asyncio.StreamReader(limit=STDIN_CHUNK)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    # The command may end, or close its input, before all is sent: its exit code tells what it made of it.
+    with contextlib.suppress(DSecError):
+        while chunk := await reader.read(STDIN_CHUNK):
+            await process.write_stdin(chunk)
+        await process.close_stdin()
+
+
+@contextlib.contextmanager
+def _interrupts_go_to(process: Process) -> Iterator[None]:
+    """Ctrl-C signals the command instead of ending this program: SIGINT first, then SIGKILL to its whole tree."""
+    loop = asyncio.get_running_loop()
+    sending: set[asyncio.Task[None]] = set()
+    interrupts = 0
+
+    async def send(kill: bool) -> None:
+        from libdsec.errors import DSecError
+
+        with contextlib.suppress(DSecError):
+            await (process.kill() if kill else process.signal("INT"))
+
+    def interrupted() -> None:
+        nonlocal interrupts
+        interrupts += 1
+        task = loop.create_task(send(kill=interrupts > 1))
+        sending.add(task)
+        task.add_done_callback(sending.discard)
+
+    # The runner has its own handler for Ctrl-C, which cancels the command; it is put back afterwards.
+    previous = signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,113 @@
+"""``dsec image``: base images, workspaces and toolkits in the image store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsec.cli.output import AsJson, age, print_json, print_table, size, working
+from dsec.cli.run import with_client
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient
+
+app = typer.Typer(help="Import, look at and remove images.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="name, or name@version.")]
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        str, typer.Argument(help="A directory, a tar, a `docker save` archive, an OCI layout or archive, or mmdebstrap:SUITE[,package…].")
+    ],
+    name: Annotated[str, typer.Option("--name", "-n", help="What the image is called; the same name again makes a new version.")],
+    kind: Annotated[str, typer.Option(help="base, workspace or toolkit.")] = "base",
+    at: Annotated[
+        str | None, typer.Option(help="Where a workspace's or toolkit's content goes, for a directory or tar without that path.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an image of something on this machine.
+
+    Example: dsec image import ./repo --name my-repo --kind workspace --at /work
+    """
+
+    async def run(client: DSecClient) -> None:
+        with working(f"importing {source}"):
+            info = await client.images.import_(source, name=name, kind=kind, at=at)
+        if as_json:
+            print_json(info)
+        else:
+            print(f"{info.name}@{info.version} {info.kind} {size(info.size)} {info.digest}")
+
+    with_client(run)
+
+
+@app.command("ls")
+def ls(as_json: AsJson = False) -> None:
+    """List the images.
+
+    Example: dsec image ls
+    """
+
+    async def run(client: DSecClient) -> None:
+        images = await client.images.list()
+        if as_json:
+            print_json(images)
+            return
+        rows = [
+            (f"{info.name}@{info.version}", info.kind, size(info.size), str(len(info.layers)), age(info.created_at), info.digest)
+            for info in images
+        ]
+        print_table(("name", "kind", "size", "layers", "age", "digest"), rows, empty="no images; `dsec image import` adds one")
+
+    with_client(run)
+
+
+@app.command()
+def show(name: Name) -> None:
+    """Print all that is known of an image, as JSON.
+
+    Example: dsec image show python:3.11
+    """
+
+    async def run(client: DSecClient) -> None:
+        print_json(await client.images.get(name))
+
+    with_client(run)
+
+
+@app.command()
+def rm(name: Name, as_json: AsJson = False) -> None:
+    """Remove an image; refused while a sandbox uses it.
+
+    Example: dsec image rm python:3.11@2
+    """
+
+    async def run(client: DSecClient) -> None:
+        removed = await client.images.remove(name)
+        if as_json:
+            print_json(removed)
+        else:
+            print(f"{name} is removed")
+
+    with_client(run)
+
+
+@app.command()
+def gc(as_json: AsJson = False) -> None:
+    """Remove the layers that no image names and no sandbox uses.
+
+    Example: dsec image gc
+    """
+
+    async def run(client: DSecClient) -> None:
+        removed = await client.images.gc()
+        if as_json:
+            print_json({"removed_bytes": removed})
+        else:
+            print(f"{size(removed)} removed")
+
+    with_client(run)

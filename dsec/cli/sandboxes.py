@@ -1,0 +1,269 @@
+"""``dsec create``, ``ls``, ``stop``: sandboxes as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dsec.cli.output import AsJson, age, print_json, print_table, printable, progress
+from dsec.cli.run import CliError, fail, with_client
+
+if TYPE_CHECKING:
+    from libdsec import DSecClient, Sandbox
+    from libdsec.schema import DSecContainerRunArgs, SandboxInfo
+
+CREATE_LABEL = "dsec-cli-create"
+"""Names one run of a command that makes sandboxes, so that it finds all of them again when it is interrupted."""
+STOPS_AT_ONCE = 64
+
+Image = Annotated[str, typer.Argument(help="Base image: a name or a digest.")]
+Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="Environment; may be repeated.")]
+Label = Annotated[list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="Label; may be repeated.")]
+MaybeSandboxes = Annotated[list[str] | None, typer.Argument(metavar="[SANDBOX]...", help="Ids of sandboxes.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
+    app.command()(create)
+    app.command("ls")(ls)
+    app.command()(stop)
+
+
+def create(
+    image: Image,
+    count: Annotated[int, typer.Option("--count", "-n", help="How many, all alike.")] = 1,
+    workspace: Annotated[str | None, typer.Option(help="Workspace layer.")] = None,
+    toolkit: Annotated[list[str] | None, typer.Option(help="Toolkit layer; may be repeated, lowest first.")] = None,
+    memory_mb: Annotated[int | None, typer.Option(help="Memory limit.")] = None,
+    cpus: Annotated[float | None, typer.Option(help="Limit of CPU cores.")] = None,
+    disk_mb: Annotated[int | None, typer.Option(help="Limit of the writable layer.")] = None,
+    pids: Annotated[int | None, typer.Option(help="Limit of processes.")] = None,
+    idle: Annotated[float | None, typer.Option(help="Stop after so many seconds without use.")] = None,
+    lifetime: Annotated[float | None, typer.Option(help="Stop so many seconds after creation, whatever it does.")] = None,
+    network: Annotated[str | None, typer.Option(help="aether, none or bridged.")] = None,
+    user: Annotated[str | None, typer.Option("--user", "-u", help="Who commands run as.")] = None,
+    workdir: Annotated[str | None, typer.Option("--workdir", "-w", help="Where commands start.")] = None,
+    env: Env = None,
+    label: Label = None,
+    no_new_privs: Annotated[bool, typer.Option(help="setuid programs gain nothing.")] = False,
+    keep_on_failure: Annotated[bool, typer.Option(help="Keep what is left of a failed sandbox for `dsec debug`.")] = False,
+    rm: Annotated[bool, typer.Option("--rm", help="Wait for Ctrl-C, then stop them all.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until what isn't ready is given up.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create one sandbox, or many at once, and print their ids as they become ready.
+
+    If interrupted, it stops those that it had made.
+
+    Example: dsec create python:3.11 --count 8 --memory-mb 512 --label run=1
+    """
+    fields = {
+        "workspace": workspace,
+        "toolkits": tuple(toolkit or ()),
+        "memory_limit_mb": memory_mb,
+        "cpu_cores_limit": cpus,
+        "disk_limit_mb": disk_mb,
+        "pids_limit": pids,
+        "ttl_running_stop": idle,
+        "ttl_total": lifetime,
+        "network": network,
+        "init_user": user,
+        "workdir": workdir,
+        "env": pairs(env, "--env"),
+        "no_new_privs": no_new_privs,
+        "keep_on_failure": keep_on_failure,
+    }
+
+    async def run(client: DSecClient) -> int:
+        given = {name: value for name, value in fields.items() if value not in (None, {}, ())}
+        run_label = secrets.token_hex(6)
+        args = run_args(image, {**given, "labels": {**pairs(label, "--label"), CREATE_LABEL: run_label}})
+        async with stopped_on_failure(client, run_label):
+            failures = await _create_all(client, args, count, timeout, as_json=as_json)
+            if rm:
+                typer.echo("Ctrl-C stops them.", err=True)
+                await asyncio.Event().wait()
+        return 1 if failures else 0
+
+    with_client(run)
+
+
+async def _create_all(client: DSecClient, args: DSecContainerRunArgs, count: int, timeout: float | None, *, as_json: bool) -> int:
+    """Print each as it is ready; returns how many failed."""
+    failures: list[str] = []
+    made: list[SandboxInfo] = []
+    with progress() as bar:
+        task = bar.add_task("creating", total=count)
+        async for item in client.run_many(args, count=count, timeout=timeout):
+            bar.advance(task)
+            if item.error is not None:
+                failures.append(item.error.message)
+            elif item.sandbox is not None:
+                if as_json:
+                    made.append(await item.sandbox.info())
+                else:
+                    print(item.sandbox.id, flush=True)
+    if as_json:
+        print_json(made)
+    for message in sorted(set(failures)):
+        typer.echo(f"dsec: {failures.count(message)} of {count} not created: {message}", err=True)
+    return len(failures)
+
+
+def ls(
+    state: Annotated[str | None, typer.Option(help="Only those in this state.")] = None,
+    label: Label = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the sandboxes of this key's project, oldest first.
+
+    Example: dsec ls --label run=1
+    """
+
+    async def run(client: DSecClient) -> None:
+        found = [info async for info in matching(client, label, state) if everything or state or info.ended_at is None]
+        if as_json:
+            print_json(found)
+            return
+        rows = [
+            (
+                info.id,
+                info.state,
+                info.image + "".join(f" +{layer}" for layer in (info.workspace, *info.toolkits) if layer),
+                age(info.created_at),
+                f"{info.memory_limit_mb} MB, {info.cpu_cores_limit:g} cores",
+                " ".join(f"{name}={value}" for name, value in shown_labels(info)),
+                info.reason or "",
+            )
+            for info in found
+        ]
+        print_table(
+            ("id", "state", "image", "age", "limits", "labels", "reason"), rows, empty="no sandboxes; `dsec create IMAGE` makes one"
+        )
+
+    with_client(run)
+
+
+def stop(
+    sandboxes: MaybeSandboxes = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every sandbox of this key's project.")] = False,
+    label: Label = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop sandboxes at once, from whatever state. What they wrote is gone.
+
+    Example: dsec stop --label run=1
+    """
+    if bool(sandboxes) + everything + bool(label) != 1:
+        fail("name sandboxes, or give --label, or --all: one of the three", code=2)
+
+    async def run(client: DSecClient) -> int:
+        ids = list(sandboxes or []) or [info.id async for info in matching(client, label, None) if info.ended_at is None]
+        stopped, errors = await stop_many(client, ids)
+        if as_json:
+            print_json(stopped)
+        else:
+            for info in stopped:
+                print(f"{info.id} {info.state}")
+        for sandbox_id, message in errors.items():
+            typer.echo(f"dsec: {sandbox_id}: {message}", err=True)
+        return 1 if errors else 0
+
+    with_client(run)
+
+
+# -- shared by the commands that make, find or stop sandboxes
+
+
+def pairs(given: Sequence[str] | None, option: str) -> dict[str, str]:
+    """``NAME=VALUE`` words as a mapping. Raises CliError."""
+    found = {}
+    for word in given or ():
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise CliError(f"{option} {word!r}: NAME=VALUE is wanted")
+        found[name] = value
+    return found
+
+
+def run_args(image: str, fields: dict[str, object]) -> DSecContainerRunArgs:
+    """The args of a container from command line values. Raises CliError for one that doesn't fit."""
+    import msgspec
+
+    from libdsec.schema import DSecContainerRunArgs
+
+    try:
+        return msgspec.convert({"backend": "container", "container_image": image, **fields}, DSecContainerRunArgs)
+    except msgspec.ValidationError as error:
+        raise CliError(str(error)) from error
+
+
+async def matching(client: DSecClient, label: Sequence[str] | None, state: str | None) -> AsyncIterator[SandboxInfo]:
+    """The project's sandboxes with all of the labels, in the state (None: any). Raises CliError for a state that doesn't exist."""
+    import msgspec
+
+    from libdsec.schema import State
+
+    try:
+        wanted: State | None = msgspec.convert(state, State | None)
+    except msgspec.ValidationError as error:
+        raise CliError(f"--state {state}: {error}") from error
+    async for info in client.list(state=wanted, labels=pairs(label, "--label")):
+        yield info
+
+
+def shown_labels(info: SandboxInfo) -> list[tuple[str, str]]:
+    """The user's own labels."""
+    return [(printable(name), printable(value)) for name, value in info.labels.items() if name != CREATE_LABEL]
+
+
+async def stop_many(client: DSecClient, ids: Sequence[str]) -> tuple[list[SandboxInfo], dict[str, str]]:
+    """Stop many at once; returns the records and, by id, what went wrong."""
+    from libdsec.errors import DSecError
+
+    stopped: list[SandboxInfo] = []
+    errors: dict[str, str] = {}
+    slots = asyncio.Semaphore(STOPS_AT_ONCE)
+    with progress() as bar:
+        task = bar.add_task("stopping", total=len(ids))
+
+        async def one(sandbox_id: str) -> None:
+            async with slots:
+                try:
+                    stopped.append(await stop_one(client, sandbox_id))
+                except DSecError as error:
+                    errors[sandbox_id] = error.message
+                bar.advance(task)
+
+        await asyncio.gather(*map(one, ids))
+    return stopped, errors
+
+
+async def stop_one(client: DSecClient, sandbox_id: str) -> SandboxInfo:
+    """Stop a sandbox; of one that has ended already: its record. Raises SandboxNotFound and what else the SDK raises."""
+    sandbox: Sandbox = await client.attach(sandbox_id)
+    return await sandbox.stop()
+
+
+@asynccontextmanager
+async def stopped_on_failure(client: DSecClient, run_label: str) -> AsyncIterator[None]:
+    """If the body is interrupted or fails, stop every sandbox with this run's label, also those still on their way."""
+    try:
+        yield
+    except BaseException:
+        await stop_labelled(client, run_label)
+        raise
+
+
+async def stop_labelled(client: DSecClient, run_label: str) -> None:
+    """Stop every sandbox that this run of a command made."""
+    left = [info.id async for info in client.list(labels={CREATE_LABEL: run_label}) if info.ended_at is None]
+    _, errors = await stop_many(client, left)
+    for sandbox_id, message in errors.items():
+        typer.echo(f"dsec: {sandbox_id} could not be stopped: {message}; `dsec stop {sandbox_id}` tries again", err=True)
