@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -127,8 +127,10 @@ class _Listing(msgspec.Struct):
     sandboxes: list[KernelSandbox]
 
 
-class _DiffEntry(DiffEntry, rename={"path_bytes": "path"}):
-    pass
+class _DiffEntry(msgspec.Struct):
+    path: bytes
+    kind: Literal["added", "changed", "removed", "directory"]
+    size: int = 0
 
 
 class _Diff(msgspec.Struct):
@@ -227,7 +229,7 @@ class Spawner:
     async def diff(self, sandbox: str, limit: int) -> list[DiffEntry]:
         """What the sandbox's writable layer changes of its image: at most ``limit`` entries."""
         found = await self._call("diff", {"sandbox": sandbox, "limit": limit}, _Diff)
-        return [DiffEntry(path_bytes=entry.path_bytes, kind=entry.kind, size=entry.size) for entry in found.entries]
+        return [DiffEntry(path_bytes=entry.path, kind=entry.kind, size=entry.size) for entry in found.entries]
 
     async def list(self) -> list[KernelSandbox]:
         """Every sandbox of which the kernel has anything, also those made by an earlier spawner."""

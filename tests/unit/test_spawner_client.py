@@ -1,0 +1,272 @@
+"""The spawner's client against a server in the test: what it sends, what it makes of answers, and what happens when the spawner dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dsec.edge import spawner as client
+from dsec.edge.spawner import KernelSandbox, KillFigures, NodeFacts, SandboxSpec, Spawned, Spawner, SpawnerError, SpawnerLost
+
+DEADLINE_S = 10
+
+Map = dict[str, object]
+SPEC = SandboxSpec(
+    sandbox="sb-e1-0123456789",
+    layers=["ab" * 32],
+    hostname="sb-e1-0123456789",
+    memory=1 << 31,
+    cpu_millis=2000,
+    pids=1024,
+    disk=10 << 30,
+    extra_ids=[70_000],
+    no_new_privs=False,
+    cpu_class="best_effort",
+    history=8 << 20,
+)
+FACTS: Map = {"version": "0.1.0", "kernel": "6.18.1", "cores": 2, "memory": 1 << 34, "cgroup": "hybrid"}
+
+
+@dataclass
+class FakeSpawner:
+    """Listens where a spawner would. Requests pile up in ``requests``; the test answers them, in the order that it likes."""
+
+    path: Path
+    requests: asyncio.Queue[Map] = field(default_factory=asyncio.Queue)
+    connections: asyncio.Queue[asyncio.StreamWriter] = field(default_factory=asyncio.Queue)
+    server: asyncio.Server | None = None
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_unix_server(self._serve, self.path)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        self.connections.put_nowait(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "big")
+                self.requests.put_nowait(msgspec.msgpack.decode(await reader.readexactly(size), type=Map))
+        writer.close()
+
+    async def request(self) -> Map:
+        return await asyncio.wait_for(self.requests.get(), DEADLINE_S)
+
+    def send(self, frame: bytes) -> None:
+        self.writers[-1].write(len(frame).to_bytes(4, "big") + frame)
+
+    def reply(self, request: Map, result: Map) -> None:
+        self.send(msgspec.msgpack.encode({"id": request["id"], **result}))
+
+    def die(self) -> None:
+        """As a killed process does: nobody listens, every connection is gone."""
+        assert self.server is not None
+        self.server.close()
+        self.path.unlink(missing_ok=True)
+        for writer in self.writers:
+            writer.transport.abort()
+        self.writers.clear()
+
+
+@dataclass
+class Calls:
+    """What the client told its owner."""
+
+    exited: asyncio.Queue[tuple[str, int]] = field(default_factory=asyncio.Queue)
+    reconnected: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_exited(self, sandbox: str, status: int) -> None:
+        self.exited.put_nowait((sandbox, status))
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeSpawner]:
+    server = FakeSpawner(tmp_path / "s")
+    await server.start()
+    yield server
+    server.die()
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+@pytest.fixture
+async def spawner(fake: FakeSpawner, calls: Calls) -> AsyncIterator[Spawner]:
+    opened = await connect(fake, calls)
+    yield opened
+    opened.close()
+
+
+async def connect(fake: FakeSpawner, calls: Calls) -> Spawner:
+    return await Spawner.connect(str(fake.path), on_exited=calls.on_exited, on_reconnected=calls.reconnected.set)
+
+
+async def answered(call: Awaitable[object], fake: FakeSpawner, result: Map) -> tuple[object, Map]:
+    """What a call returns for an answer, and what it had sent (without the id)."""
+    running = asyncio.ensure_future(call)
+    request = await fake.request()
+    fake.reply(request, result)
+    del request["id"]
+    return await asyncio.wait_for(running, DEADLINE_S), request
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "sent", "returned"),
+    [
+        (lambda s: s.layer_mount("ab", None), {}, {"verb": "layer_mount", "meta": "ab", "blob": None}, None),
+        (lambda s: s.layer_unmount("ab"), {}, {"verb": "layer_unmount", "meta": "ab"}, None),
+        (lambda s: s.layers(), {"layers": ["ab"]}, {"verb": "layers"}, ["ab"]),
+        (lambda s: s.hello(), FACTS, {"verb": "hello"}, msgspec.convert(FACTS, NodeFacts)),
+        (
+            lambda s: s.create(SPEC),
+            {"pid": 7, "slot": 3, "socket": "/r/c/3", "timings": {"overlay": 120}},
+            {"verb": "create", **msgspec.structs.asdict(SPEC)},
+            Spawned(pid=7, slot=3, socket="/r/c/3", timings={"overlay": 120}),
+        ),
+        (
+            lambda s: s.kill("sb-1", keep_scratch=True),
+            {"cpu_us": 5, "memory_peak": 6, "oom_kills": 1, "disk": 8},
+            {"verb": "kill", "sandbox": "sb-1", "keep_scratch": True},
+            KillFigures(cpu_us=5, memory_peak=6, oom_kills=1, disk=8),
+        ),
+        (lambda s: s.limits("sb-1", pids=9), {}, {"verb": "limits", "sandbox": "sb-1", "pids": 9}, None),
+        (lambda s: s.usage(iter(["sb-1"])), {"disk": {"sb-1": 4096}}, {"verb": "usage", "sandboxes": ["sb-1"]}, {"sb-1": 4096}),
+        (
+            lambda s: s.list(),
+            {"sandboxes": [{"sandbox": "sb-1", "slot": 0, "pid": 9, "alive": True, "socket": "/r/c/0", "scratch": True, "later": 1}]},
+            {"verb": "list"},
+            [KernelSandbox(sandbox="sb-1", slot=0, pid=9, alive=True, socket="/r/c/0", scratch=True)],
+        ),
+    ],
+)
+async def test_each_verb_travels_as_the_contract_says(
+    call: Callable[[Spawner], Awaitable[object]], answer: Map, sent: Map, returned: object, fake: FakeSpawner, spawner: Spawner
+) -> None:
+    assert await answered(call(spawner), fake, answer) == (returned, sent)
+
+
+async def test_a_diff_keeps_names_that_are_not_utf8(fake: FakeSpawner, spawner: Spawner) -> None:
+    entries = [{"path": b"/tmp/\xff", "kind": "added", "size": 3}]
+    found, _ = await answered(spawner.diff("sb-1", 10), fake, {"entries": entries})
+    assert isinstance(found, list)
+    assert [(entry.path_bytes, entry.kind, entry.size) for entry in found] == [(b"/tmp/\xff", "added", 3)]
+
+
+async def test_replies_find_their_calls_in_any_order(fake: FakeSpawner, spawner: Spawner) -> None:
+    first, second = asyncio.create_task(spawner.usage(["a"])), asyncio.create_task(spawner.usage(["b"]))
+    requests = [await fake.request(), await fake.request()]
+    for request in reversed(requests):
+        fake.reply(request, {"disk": {str(request["sandboxes"]): int(str(request["id"]))}})
+    assert (await first, await second) == ({"['a']": 1}, {"['b']": 2})
+
+
+async def test_a_refusal_raises_its_code_and_message(fake: FakeSpawner, spawner: Spawner) -> None:
+    with pytest.raises(SpawnerError, match="is in use") as caught:
+        await answered(spawner.layer_unmount("ab"), fake, {"error": {"code": "conflict", "message": "the layer is in use"}})
+    assert caught.value.code == "conflict"
+    assert not isinstance(caught.value, SpawnerLost)
+
+
+async def test_an_answer_without_what_it_must_have_is_an_error_of_that_call_only(fake: FakeSpawner, spawner: Spawner) -> None:
+    with pytest.raises(SpawnerError, match="create") as caught:
+        await answered(spawner.create(SPEC), fake, {"pid": 7})
+    assert caught.value.code == "internal"
+    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+
+
+async def test_events_reach_the_owner_between_replies(fake: FakeSpawner, spawner: Spawner, calls: Calls) -> None:
+    await answered(spawner.layers(), fake, {"layers": []})
+    fake.send(msgspec.msgpack.encode({"event": "exited", "sandbox": "sb-1", "status": 9}))
+    fake.send(msgspec.msgpack.encode({"event": "of a later version"}))
+    assert await asyncio.wait_for(calls.exited.get(), DEADLINE_S) == ("sb-1", 9)
+    assert (await answered(spawner.layers(), fake, {"layers": ["ab"]}))[0] == ["ab"]
+
+
+async def test_a_cancelled_call_leaves_the_others_alone_and_its_late_reply_is_dropped(fake: FakeSpawner, spawner: Spawner) -> None:
+    cancelled = asyncio.create_task(spawner.kill("sb-1"))
+    late = await fake.request()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    fake.reply(late, {})
+    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+
+
+async def test_calls_in_flight_are_lost_with_the_spawner_and_later_ones_wait_for_the_next(
+    fake: FakeSpawner, spawner: Spawner, calls: Calls
+) -> None:
+    in_flight = asyncio.create_task(spawner.create(SPEC))
+    await fake.request()
+    fake.die()
+    with pytest.raises(SpawnerLost):
+        await in_flight
+    later = asyncio.create_task(spawner.layers())
+    await fake.start()
+    fake.reply(await fake.request(), {"layers": ["ab"]})
+    assert await later == ["ab"]
+    assert calls.reconnected.is_set()
+
+
+async def test_a_spawner_that_dies_unasked_is_found_again_unasked(fake: FakeSpawner, spawner: Spawner, calls: Calls) -> None:
+    await asyncio.wait_for(fake.connections.get(), DEADLINE_S)
+    fake.die()
+    await fake.start()
+    await asyncio.wait_for(fake.connections.get(), DEADLINE_S)
+    await asyncio.wait_for(calls.reconnected.wait(), DEADLINE_S)
+    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+
+
+async def test_a_spawner_that_stays_away_fails_calls_after_their_patience(
+    fake: FakeSpawner, spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "WAIT_FOR_SPAWNER_S", 0.05)
+    fake.die()
+    with pytest.raises(SpawnerLost):
+        await spawner.layers()
+    with pytest.raises(SpawnerLost, match="answered at"):
+        await spawner.layers()
+
+
+async def test_connecting_where_nobody_listens_fails(tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "WAIT_FOR_SPAWNER_S", 0.05)
+    with pytest.raises(SpawnerLost):
+        await Spawner.connect(str(tmp_path / "s"), on_exited=calls.on_exited, on_reconnected=calls.reconnected.set)
+    assert [task for task in asyncio.all_tasks() if "spawner" in task.get_name() and not task.cancelling()] == []
+
+
+@pytest.mark.parametrize("garbage", [(client.MAX_REPLY_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\1\x00"])
+async def test_a_frame_that_is_nonsense_breaks_the_connection_not_the_client(garbage: bytes, fake: FakeSpawner, spawner: Spawner) -> None:
+    in_flight = asyncio.create_task(spawner.layers())
+    await fake.request()
+    fake.writers[-1].write(garbage)
+    with pytest.raises(SpawnerLost, match="frame"):
+        await in_flight
+    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+
+
+async def test_answers_larger_than_a_socket_buffer_arrive_whole(fake: FakeSpawner, spawner: Spawner) -> None:
+    many = [f"{number:064x}" for number in range(20_000)]
+    assert (await answered(spawner.layers(), fake, {"layers": many}))[0] == many
+
+
+async def test_closing_fails_what_is_in_flight_and_what_comes_later(fake: FakeSpawner, calls: Calls) -> None:
+    spawner = await connect(fake, calls)
+    in_flight = asyncio.create_task(spawner.layers())
+    await fake.request()
+    spawner.close()
+    spawner.close()
+    with pytest.raises(SpawnerLost, match="closed"):
+        await in_flight
+    with pytest.raises(SpawnerLost, match="closed"):
+        await spawner.layers()
+    await asyncio.wait_for((await fake.connections.get()).wait_closed(), DEADLINE_S)
+    assert fake.connections.empty()
+    assert not calls.reconnected.is_set()
