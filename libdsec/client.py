@@ -68,9 +68,9 @@ class DSecClient:
     the server can't be reached: after 3 seconds if it never was, else after a minute of trying.
     """
 
-    def __init__(self, url: str | None = None, *, api_key: str | None = None, project: str | None = None) -> None:
-        address, key = resolve(url, api_key)
-        self.transport = Transport(address, key, project or os.environ.get("DSEC_PROJECT") or None)
+    def __init__(self, url: str | None = None, api_key: str | None = None, project: str | None = None) -> None:
+        address, self.api_key = resolve(url, api_key)
+        self.transport = Transport(address, self.api_key, project or os.environ.get("DSEC_PROJECT") or None)
         """For the SDK's own parts: the session with the server."""
         self.keys = Keys(self.transport)
         self.nodes = Nodes(self.transport)
@@ -216,21 +216,26 @@ class DSecClient:
         return await self.transport.call("GET", url, _sandbox_info)
 
     async def list(
-        self, *, state: State | None = None, backend: Backend | None = None, labels: Mapping[str, str] | None = None
+        self,
+        *,
+        state: State | None = None,
+        backend: Backend | None = None,
+        labels: Mapping[str, str] | None = None,
+        page_size: int = PAGE,
     ) -> AsyncGenerator[SandboxInfo, None]:
-        """The project's sandboxes, oldest first; fetched page by page. ``labels``: only those that have all of these.
+        """The project's sandboxes, oldest first, fetched ``page_size`` at a time. ``labels``: only those that have all of these.
         Raises InvalidArgument. Safe to repeat."""
         cursor: str | None = None
         while True:
-            page = await self.transport.call("GET", self._list_url(state, backend, labels or {}, cursor), _sandbox_page)
+            page = await self.transport.call("GET", self._list_url(state, backend, labels or {}, page_size, cursor), _sandbox_page)
             for info in page.sandboxes:
                 yield info
             cursor = page.cursor
             if cursor is None:
                 return
 
-    def _list_url(self, state: State | None, backend: Backend | None, labels: Mapping[str, str], cursor: str | None) -> URL:
-        pairs: list[tuple[str, str | None]] = [("state", state), ("backend", backend), ("cursor", cursor), ("limit", str(PAGE))]
+    def _list_url(self, state: State | None, backend: Backend | None, labels: Mapping[str, str], limit: int, cursor: str | None) -> URL:
+        pairs: list[tuple[str, str | None]] = [("state", state), ("backend", backend), ("cursor", cursor), ("limit", str(limit))]
         pairs += [("label", f"{name}={value}") for name, value in labels.items()]
         return self.transport.at("/v1/sandboxes", pairs)
 

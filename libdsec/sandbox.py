@@ -17,6 +17,7 @@ from libdsec.files import Files
 from libdsec.ports import open_port
 from libdsec.process import Process
 from libdsec.schema import (
+    MAX_ARGS_BYTES,
     MAX_OUTPUT_DEFAULT,
     Backend,
     CommandResult,
@@ -363,6 +364,10 @@ class Sandbox:
     def _exec_request(
         self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None, exec_id: str | None
     ) -> ExecRequest:
+        strings = (command,) if isinstance(command, str) else command
+        if sum(map(len, strings)) + sum(len(name) + len(value) for name, value in (env or {}).items()) > MAX_ARGS_BYTES:
+            field = "env" if sum(map(len, strings)) < MAX_ARGS_BYTES // 2 else "argv"
+            raise InvalidArgument(f"arguments and environment are larger than {MAX_ARGS_BYTES} bytes together; pass a file", field=field)
         request = ExecRequest(cwd=cwd, env={} if env is None else dict(env), user=user, exec_id=exec_id or _new_exec_id())
         if isinstance(command, str):
             request.command = command
