@@ -29,7 +29,6 @@ COMMIT_ENVIRONMENT = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
 }
-"""So that the repository is the same, byte for byte, whoever runs the demo."""
 
 
 class BuildError(Exception):
@@ -77,7 +76,7 @@ async def import_base(client: DSecClient, tar: Path) -> None:
 async def import_workspace(client: DSecClient) -> None:
     """The repository, made by ``git init`` and one commit."""
     with tempfile.TemporaryDirectory(prefix="dsec-workspace-") as directory:
-        await asyncio.to_thread(_make_repository, Path(directory))
+        await asyncio.to_thread(make_repository, Path(directory))
         await client.images.import_(Path(directory), name=WORKSPACE, kind="workspace", at=WORKSPACE_AT)
 
 
@@ -85,7 +84,8 @@ async def import_toolkit(client: DSecClient) -> None:
     await client.images.import_(HERE / "toolkit", name=TOOLKIT, kind="toolkit", at=TOOLKIT_AT)
 
 
-def _make_repository(directory: Path) -> None:
+def make_repository(directory: Path) -> None:
+    """Makes the workspace's repository in an empty directory: the same commit, byte for byte, whoever does it."""
     directory.chmod(0o755)
     shutil.copytree(HERE / "workspace", directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for command in (["init", "--quiet", "--initial-branch=main"], ["add", "."], ["commit", "--quiet", "--message=Free slots of a day"]):

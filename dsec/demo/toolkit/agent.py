@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MEMORY = Path("/tmp/agent.json")
-"""Edits tried so far, by their descriptions."""
 FAILED_TEST = re.compile(r"^FAILED (?P<file>\S+?)::(?P<test>\w+)", re.MULTILINE)
 """A line of pytest's short summary."""
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
@@ -96,17 +94,18 @@ def edits(file: Path, function: ast.FunctionDef) -> Iterator[Edit]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
-    seed = parser.parse_args().seed
+    parser.add_argument("--memory", type=Path, default=Path("/tmp/agent.json"), help="where it notes which edits it has tried")
+    options = parser.parse_args()
     failures = [(Path(match["file"]), match["test"]) for match in FAILED_TEST.finditer(sys.stdin.read())]
-    tried: list[str] = json.loads(MEMORY.read_text()) if MEMORY.exists() else []
+    tried: list[str] = json.loads(options.memory.read_text()) if options.memory.exists() else []
     subprocess.run(["git", "checkout", "--quiet", "--", "."], check=True)
     sources = [path for path in sorted(Path().glob("*/*.py")) if path.parts[0] != "tests"]
     candidates = [edit for file, function in reached(failures, functions(sources)) for edit in edits(file, function)]
-    random.Random(seed).shuffle(candidates)
+    random.Random(options.seed).shuffle(candidates)
     for edit in candidates:
         if str(edit) not in tried:
             edit.apply()
-            MEMORY.write_text(json.dumps([*tried, str(edit)]))
+            options.memory.write_text(json.dumps([*tried, str(edit)]))
             print(edit)
             return 0
     print("no idea left", file=sys.stderr)
