@@ -97,16 +97,15 @@ def owned_processes(marks: Marks) -> Iterator[int]:
             continue
 
 
+def uids_in_use() -> set[int]:
+    """Effective uids of all processes of this host."""
+    return set(_effective_uids())
+
+
 def sandbox_agents(marks: Marks) -> int:
     """Live sandboxes, by their agents: processes under the one uid of each sandbox's range that no program inside can have."""
-    count = 0
-    for pid in _pids():
-        try:
-            uid = effective_uid(pid)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        count += uid in marks.uids and (uid - marks.uids.start) % UIDS_OF_A_SANDBOX == AGENT_UID_OFFSET
-    return count
+    own = (uid - marks.uids.start for uid in _effective_uids() if uid in marks.uids)
+    return sum(offset % UIDS_OF_A_SANDBOX == AGENT_UID_OFFSET for offset in own)
 
 
 def memory_available() -> int:
@@ -152,6 +151,14 @@ def _status(pid: int) -> dict[bytes, list[bytes]]:
 def effective_uid(pid: int) -> int:
     """The effective uid. (The owner of /proc/PID isn't it: that is root for a process which isn't dumpable.)"""
     return int(_status(pid)[b"Uid"][1])
+
+
+def _effective_uids() -> Iterator[int]:
+    for pid in _pids():
+        try:
+            yield effective_uid(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
 
 
 def _in_cgroup(table: bytes, cgroup: bytes) -> bool:

@@ -26,8 +26,8 @@ START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 90.0
 """For an orderly end with thousands of sandboxes still live."""
 POLL_S = 0.02
-UID_BASES = range(0x3000_0000, 0x6000_0000, 0x1000_0000)
-"""Where instances put their sandboxes' uids: apart from the default of `dsec up`. Each takes one of these ranges."""
+UID_BASES = range(0x5000_0000, 0x8000_0000, 0x1000_0000)
+"""Where such instances put their sandboxes' uids: above those of a plain `dsec up`, below 2**31. Each takes a range that nobody uses."""
 UIDS_OF_AN_INSTANCE = footprint.UIDS_OF_A_SANDBOX * 4_000
 """Uid ranges of 4,000 sandboxes."""
 SERVICE_UIDS = range(60_100, 60_900)
@@ -69,7 +69,7 @@ async def running(name: str, *, scratch_mb: int, parent: Path | None = None) -> 
     base = Path(tempfile.mkdtemp(prefix=f"dsec-{name}-", dir=parent))
     os.chmod(base, 0o711)  # the service user passes through to what is its own
     token = secrets.token_hex(3)
-    start = UID_BASES[secrets.randbelow(len(UID_BASES))]
+    start = _unused_uids()
     marks = footprint.Marks(
         base, f"dsec-{name}-{token}", range(start, start + UIDS_OF_AN_INSTANCE), SERVICE_UIDS[secrets.randbelow(len(SERVICE_UIDS))]
     )
@@ -138,6 +138,15 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+def _unused_uids() -> int:
+    """The start of a uid range under which no process runs now. Raises InstanceError if all are taken."""
+    taken = footprint.uids_in_use()
+    free = [start for start in UID_BASES if not any(uid in range(start, start + UIDS_OF_AN_INSTANCE) for uid in taken)]
+    if not free:
+        raise InstanceError(f"{len(UID_BASES)} such instances run already; each needs a uid range of its own")
+    return free[secrets.randbelow(len(free))]
 
 
 def _free_port() -> int:
