@@ -21,7 +21,7 @@ import msgspec
 from dsec.demo import footprint
 from libdsec.config import LocalConfig
 
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 120.0
 """For the first answer of the service: making the scratch filesystem is the longest part of it."""
 STOP_DEADLINE_S = 90.0
 """For an orderly end with thousands of sandboxes still live."""
