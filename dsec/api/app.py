@@ -50,6 +50,11 @@ class ApiServer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
 
+    @property
+    def routes(self) -> Sequence[BaseRoute]:
+        """What is answered here, and not handed to an edge."""
+        return self._router.routes
+
     def begin_stop(self) -> None:
         """From now on ``/healthz`` answers 503, so that nobody sends new work here."""
         self._stopping = True

@@ -61,12 +61,17 @@ async def _upload(sandbox: Sandbox, source: str, target: str) -> None:
         if not await asyncio.to_thread(local.exists):
             raise CliError(f"{source}: no such file or directory")
         if await _is_directory(sandbox, target):
-            target = f"{target.rstrip('/')}/{os.path.basename(os.path.abspath(source))}"
+            target = f"{target.rstrip('/')}/{_own_name(source)}"
     with working(f"{source} -> {target}"):
         if source == PIPE:
             await sandbox.files.write_stream(target, _read_chunks(sys.stdin.fileno()))
         else:
             await sandbox.files.upload(local, target)
+
+
+def _own_name(source: str) -> str:
+    """What a path is called, also if it is ``.`` or ends in a slash."""
+    return os.path.basename(os.path.abspath(source))
 
 
 async def _download(sandbox: Sandbox, source: str, target: str) -> None:
