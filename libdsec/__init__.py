@@ -36,6 +36,7 @@ from libdsec.errors import (
     Unsupported,
 )
 from libdsec.files import Files
+from libdsec.images import Images
 from libdsec.keys import Keys
 from libdsec.nodes import Nodes
 from libdsec.process import OutputStream, Process
@@ -80,6 +81,7 @@ __all__ = [
     "ImageError",
     "ImageInfo",
     "ImageNotFound",
+    "Images",
     "InvalidArgument",
     "KeyInfo",
     "Keys",

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import msgspec
@@ -17,6 +16,7 @@ from yarl import URL
 
 from libdsec.config import resolve
 from libdsec.errors import DeadlineExceeded, DSecError, InvalidArgument, NoCapacity, Unavailable, from_body
+from libdsec.images import Images
 from libdsec.keys import Keys
 from libdsec.nodes import Nodes
 from libdsec.sandbox import Sandbox
@@ -33,9 +33,6 @@ from libdsec.schema import (
     State,
 )
 from libdsec.transport import Answer, Retry, Transport, encode
-
-if TYPE_CHECKING:
-    from libdsec.images import Images
 
 PAGE = 1000
 """Sandboxes asked for at a time by ``list``."""
@@ -72,15 +69,9 @@ class DSecClient:
         address, self.api_key = resolve(url, api_key)
         self.transport = Transport(address, self.api_key, project or os.environ.get("DSEC_PROJECT") or None)
         """For the SDK's own parts: the session with the server."""
+        self.images = Images(self)
         self.keys = Keys(self.transport)
         self.nodes = Nodes(self.transport)
-
-    @property
-    def images(self) -> Images:
-        """The image store: import, list, remove."""
-        from libdsec.images import Images
-
-        return Images(self)
 
     @property
     def url(self) -> str:

@@ -364,10 +364,7 @@ class Sandbox:
     def _exec_request(
         self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None, exec_id: str | None
     ) -> ExecRequest:
-        strings = (command,) if isinstance(command, str) else command
-        if sum(map(len, strings)) + sum(len(name) + len(value) for name, value in (env or {}).items()) > MAX_ARGS_BYTES:
-            field = "env" if sum(map(len, strings)) < MAX_ARGS_BYTES // 2 else "argv"
-            raise InvalidArgument(f"arguments and environment are larger than {MAX_ARGS_BYTES} bytes together; pass a file", field=field)
+        _check_size(command, env or {})
         request = ExecRequest(cwd=cwd, env={} if env is None else dict(env), user=user, exec_id=exec_id or _new_exec_id())
         if isinstance(command, str):
             request.command = command
@@ -460,6 +457,16 @@ class SandboxCreation(contextlib.AbstractAsyncContextManager[Sandbox]):
 
 def _new_exec_id() -> str:
     return f"ex-{secrets.token_hex(10)}"
+
+
+def _check_size(command: Command, env: Mapping[str, str]) -> None:
+    """Refuse here what the server would refuse after it was sent."""
+    argv_size = len(command) if isinstance(command, str) else sum(map(len, command))
+    env_size = sum(len(name) + len(value) for name, value in env.items())
+    if argv_size + env_size > MAX_ARGS_BYTES:
+        field = "argv" if argv_size >= env_size else "env"
+        text = f"arguments ({argv_size} bytes) and environment ({env_size}) are larger than {MAX_ARGS_BYTES} bytes together: pass a file"
+        raise InvalidArgument(text, field=field)
 
 
 def _port(port: int) -> int:

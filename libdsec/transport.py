@@ -196,6 +196,8 @@ class Transport:
                 read_bufsize=READ_BUFFER,
                 max_line_size=64 << 10,
             )
+            # aiohttp would send a PUT a second time by itself when a kept connection breaks, and with it standard input or an append.
+            self._session._retry_connection = False
         return self._session
 
     def retry(self, deadline: float | None = None) -> Retry:

@@ -1,8 +1,8 @@
 """A sandbox provider for Inspect AI: ``sandbox="dsec"`` in a task runs its samples in sandboxes of this platform.
 
-Registered by the entry point group ``inspect_ai``. Which server is used, and with which key, is what :class:`libdsec.DSecClient` finds in the
-environment. The contract is that of ``inspect_ai.util.SandboxEnvironment``, whose docstrings name every exception; its published self check is
-run in ``tests/compat``.
+Registered by the entry point group ``inspect_ai``. Which server is used, and with which key, is what :class:`libdsec.DSecClient` finds in
+the environment. The contract is that of ``inspect_ai.util.SandboxEnvironment``, whose docstrings name every exception; its published self
+check is run in ``tests/compat``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, overload
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from inspect_ai.util import (
     ExecResult,
     OutputLimitExceededError,
@@ -167,8 +167,8 @@ class DSecSandboxEnvironment(SandboxEnvironment):
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """See ``SandboxEnvironment.exec``. A timeout kills the command's whole tree and is never retried: the sandbox enforces it, so it is the
-        command that was slow."""
+        """See ``SandboxEnvironment.exec``. A timeout kills the command's whole tree and is never retried: the sandbox enforces it, so it
+        is the command that was slow."""
         limit = min(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE, MAX_OUTPUT_LIMIT)
         with _unavailable():
             result = await self.sandbox.exec(
