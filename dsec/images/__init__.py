@@ -1,0 +1,11 @@
+"""Images: what sandboxes are made of. Archives come in, read-only layers and names come out.
+
+Owns the blobs below ``<state>/images``, the tables ``images``, ``image_names`` and ``image_conversions`` of the Store, and the routes below
+``/v1/images``. Knows nothing of sandboxes but which layers they hold, and mounts nothing.
+"""
+
+from dsec.images.environments import Environment
+from dsec.images.image_store import ImageStore
+from dsec.images.limits import ImportLimits
+
+__all__ = ["Environment", "ImageStore", "ImportLimits"]

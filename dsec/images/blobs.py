@@ -1,0 +1,113 @@
+"""The directory of blobs: files named by the sha256 of their content, complete or absent, and never changed.
+
+Knows nothing of images. Everything that is being made lies in ``tmp`` until it is whole; the next start empties that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from libdsec.errors import NoCapacity
+
+BLOB_MODE = 0o444
+"""The spawner (root) reads blobs; nobody writes them."""
+
+
+def digest_of(hexadecimal: str) -> str:
+    """A digest as it stands in the API."""
+    return f"sha256:{hexadecimal}"
+
+
+def hex_of(digest: str) -> str:
+    """A digest as it stands in file names and in the spawner's verbs."""
+    return digest.removeprefix("sha256:")
+
+
+class BlobDirectory:
+    """``<root>/blobs/<hex>`` and ``<root>/tmp``. Calls block on the disk."""
+
+    def __init__(self, root: Path, *, disk_reserve: int) -> None:
+        self._root = root
+        self._blobs = root / "blobs"
+        self._tmp = root / "tmp"
+        self._disk_reserve = disk_reserve
+
+    def open(self) -> None:
+        """Makes the directories that are missing and removes what an earlier process left half made."""
+        for directory in (self._root, self._blobs):
+            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        shutil.rmtree(self._tmp, ignore_errors=True)
+        self._tmp.mkdir(mode=0o700, exist_ok=True)
+
+    @contextmanager
+    def workspace(self) -> Iterator[Path]:
+        """A directory on the blobs' filesystem that is removed at the end."""
+        path = Path(tempfile.mkdtemp(prefix="import-", dir=self._tmp))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def path(self, digest: str) -> Path:
+        """Where the blob is, if it is there."""
+        return self._blobs / hex_of(digest)
+
+    def has(self, digest: str) -> bool:
+        return self.path(digest).exists()
+
+    def commit(self, files: Iterable[tuple[Path, str]]) -> None:
+        """Makes finished files, whose content is on the disk already, to blobs: all of them, before this returns. Raises OSError."""
+        for file, digest in files:
+            if self.has(digest):
+                # The same bytes; a mounted file is better not replaced.
+                file.unlink()
+                continue
+            file.chmod(BLOB_MODE)
+            file.rename(self.path(digest))
+        directory = os.open(self._blobs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def retire(self, keep: set[str]) -> list[Path]:
+        """Takes every blob whose digest is not in ``keep`` out of the store: from here on it counts as absent. Returns the files, which the
+        caller deletes (that can take a while, this doesn't)."""
+        kept = {hex_of(digest) for digest in keep}
+        retired = []
+        grave = Path(tempfile.mkdtemp(prefix="retired-", dir=self._tmp))
+        for entry in os.scandir(self._blobs):
+            if entry.name not in kept:
+                target = grave / entry.name
+                os.rename(entry.path, target)
+                retired.append(target)
+        if not retired:
+            grave.rmdir()
+        return retired
+
+    def delete(self, retired: Iterable[Path]) -> int:
+        """Deletes retired files; returns their bytes."""
+        removed = 0
+        parents = set()
+        for path in retired:
+            removed += path.stat().st_size
+            path.unlink()
+            parents.add(path.parent)
+        for parent in parents:
+            parent.rmdir()
+        return removed
+
+    def check_room(self, wanted: int = 0) -> None:
+        """Raises NoCapacity when the disk would have less than the reserve left after ``wanted`` more bytes."""
+        statistics = os.statvfs(self._root)
+        free = statistics.f_bavail * statistics.f_frsize
+        if free - wanted < self._disk_reserve:
+            raise NoCapacity(
+                f"the disk of the image store has {free >> 20} MB free, and {self._disk_reserve >> 20} MB of them must stay so",
+                reason="disk",
+            )

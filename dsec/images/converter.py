@@ -1,0 +1,123 @@
+"""Tar to layer: runs ``dsec-mklayer``, the only maker of what the kernel mounts.
+
+The program confines itself before it reads a byte; here it gets its limits, a working directory and no environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dsec.images.blobs import BlobDirectory, digest_of
+from dsec.images.limits import ImportLimits
+from libdsec.errors import DSecError, ImageError, NoCapacity, Unavailable
+from libdsec.schema import LayerInfo
+
+PROGRAM = "dsec-mklayer"
+CONVERTER_VERSION = 1
+"""Part of the key under which a conversion is remembered. Raise it when the same archive gives another layer than before."""
+STDERR_LIMIT = 4096
+"""Bytes of the program's complaint that are kept."""
+_REFUSED, _SYSTEM = 1, 3
+"""Exit codes of the program: the archive's fault, the machine's fault."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What the program prints: digests in hexadecimal, sizes in bytes."""
+
+    meta: str
+    meta_bytes: int
+    blob: str | None
+    blob_bytes: int
+    entries: int
+    extra_ids: tuple[int, ...]
+    dropped_xattrs: int
+
+
+@dataclass(frozen=True)
+class Converter:
+    """Makes layers of archives that lie in a workspace, and blobs of layers."""
+
+    program: Path | None
+    """None: looked for when it is needed first."""
+    blobs: BlobDirectory
+    limits: ImportLimits
+
+    async def convert(self, archives: Sequence[Path], at: str, workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo:
+        """One layer of ``archives`` (lowest first), everything below ``at``. Its blobs are in the store when this returns, and ``pin`` was
+        called before they got there.
+
+        Raises ImageError for what the archive is to blame for, NoCapacity when the disk is full. Cancelled, it ends the program and leaves
+        nothing.
+        """
+        meta, blob = workspace / "layer.meta", workspace / "layer.blob"
+        for leftover in (meta, blob):
+            leftover.unlink(missing_ok=True)
+        report = await self._run(archives, at, meta, blob)
+        layer = LayerInfo(
+            digest=digest_of(report.meta),
+            blob=None if report.blob is None else digest_of(report.blob),
+            meta_bytes=report.meta_bytes,
+            blob_bytes=report.blob_bytes,
+            extra_ids=report.extra_ids,
+        )
+        pin(layer)
+        # The metadata comes last: where it is, its data is.
+        files = [] if layer.blob is None else [(blob, layer.blob)]
+        await asyncio.to_thread(self.blobs.commit, [*files, (meta, layer.digest)])
+        return layer
+
+    async def _run(self, archives: Sequence[Path], at: str, meta: Path, blob: Path) -> Report:
+        arguments = [
+            *("--meta", str(meta), "--blob", str(blob), "--at", at),
+            *("--max-entries", str(self.limits.entries)),
+            *("--max-bytes", str(self.limits.unpacked)),
+            *("--max-meta", str(self.limits.metadata)),
+            *map(str, archives),
+        ]
+        process = await asyncio.create_subprocess_exec(
+            self.program or find_program(),
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={},
+            cwd=meta.parent,
+        )
+        try:
+            output, complaint = await process.communicate()
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            raise
+        if process.returncode != 0:
+            raise _failure(process.returncode, complaint[:STDERR_LIMIT].decode("utf-8", "replace").strip())
+        return msgspec.json.decode(output, type=Report)
+
+
+def _failure(status: int | None, complaint: str) -> DSecError:
+    if status == _REFUSED:
+        return ImageError(complaint)
+    if status == _SYSTEM and os.strerror(28) in complaint:
+        return NoCapacity(f"the disk of the image store is full: {complaint}", reason="disk")
+    return DSecError(f"{PROGRAM} failed (status {status}): {complaint or 'it said nothing'}")
+
+
+def find_program() -> Path:
+    """The converter: in ``DSEC_BIN``, beside the package, or on the path. Raises Unavailable that says how to get it."""
+    checkout = Path(__file__).resolve().parents[2]
+    directories = [Path(path) for path in (os.environ.get("DSEC_BIN"), str(checkout / ".cache/native/bin")) if path]
+    for directory in directories:
+        if os.access(directory / PROGRAM, os.X_OK):
+            return directory / PROGRAM
+    found = shutil.which(PROGRAM)
+    if found is None:
+        raise Unavailable(f"{PROGRAM} is neither in {directories[0]} nor on the path: build it with `./run setup`")
+    return Path(found)

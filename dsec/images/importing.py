@@ -1,0 +1,269 @@
+"""One import, from the first byte of the body to the image: received, taken apart, verified, converted, named.
+
+Everything happens in a workspace that vanishes whatever the outcome; only whole blobs leave it, and only the last step gives them a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import msgspec
+
+from dsec.images.blobs import BlobDirectory
+from dsec.images.catalog import Caller, Catalog
+from dsec.images.converter import CONVERTER_VERSION, Converter
+from dsec.images.limits import ImportLimits
+from dsec.images.manifests import Format, ImageSource, LayerSource, detect_format, read_docker_archive, read_oci_archive
+from dsec.images.streams import Budget, Stored, compression_of, decompressed, receive, unpack
+from libdsec.errors import ImageError
+from libdsec.schema import ImageConfig, ImageInfo, ImportLine, LayerInfo
+
+Kind = Literal["base", "workspace", "toolkit"]
+Tell = Callable[[ImportLine], None]
+
+PROGRESS_BYTES = 8 << 20
+"""A line of progress for every so many bytes received."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportRequest:
+    """What the caller asked for, checked."""
+
+    name: str
+    kind: Kind
+    format: Format | None
+    """None: find out."""
+    at: str
+    """Where a plain tar's content is placed."""
+    caller: Caller
+    idempotency_key: str | None
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """A decompressed layer in the workspace. ``key`` names its content."""
+
+    path: Path
+    size: int
+    key: str
+
+
+class Pins:
+    """Digests that imports in progress count on: gc leaves them alone, though no image names them yet."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    @contextmanager
+    def scope(self) -> Iterator[Callable[[LayerInfo], None]]:
+        """Gives a function that pins a layer's blobs until the scope ends."""
+        mine: list[str] = []
+
+        def pin(layer: LayerInfo) -> None:
+            for digest in (layer.digest, layer.blob):
+                if digest is not None:
+                    self._counts[digest] = self._counts.get(digest, 0) + 1
+                    mine.append(digest)
+
+        try:
+            yield pin
+        finally:
+            for digest in mine:
+                self._counts[digest] -= 1
+                if not self._counts[digest]:
+                    del self._counts[digest]
+
+    def digests(self) -> set[str]:
+        return set(self._counts)
+
+
+class Flights:
+    """Mutual exclusion by key. A lock exists only while somebody wants it."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    @asynccontextmanager
+    async def of(self, key: str) -> AsyncGenerator[None, None]:
+        """Only one caller at a time is in here with the same key."""
+        lock, wanted = self._locks.get(key) or (asyncio.Lock(), 0)
+        self._locks[key] = (lock, wanted + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, wanted = self._locks.pop(key)
+            if wanted > 1:
+                self._locks[key] = (lock, wanted - 1)
+
+
+class Importer:
+    """Carries out imports. Conversions are limited in number, and the same input is converted once, however many ask for it at a time."""
+
+    def __init__(self, catalog: Catalog, blobs: BlobDirectory, converter: Converter, limits: ImportLimits) -> None:
+        self._catalog = catalog
+        self._blobs = blobs
+        self._converter = converter
+        self._limits = limits
+        self._slots = asyncio.Semaphore(limits.conversions)
+        self._flights = Flights()
+        self.pins = Pins()
+
+    async def run(self, request: ImportRequest, body: AsyncIterator[bytes], tell: Tell) -> ImageInfo:
+        """Imports ``body`` and returns the new image. Raises ImageError, NoCapacity, PermissionDenied; nothing of the import stays then."""
+        self._catalog.check_owner(request.name, request.caller)
+        with self._blobs.workspace() as workspace, self.pins.scope() as pin:
+            received = await self._receive(body, workspace, tell)
+            async with self._slots:
+                layers, config = await self._layers(request, received, workspace, tell, pin)
+            tell(ImportLine(step="storing", done_bytes=received.size))
+            return await self._catalog.add(_draft(request, layers, config), request.caller, request.idempotency_key)
+
+    async def _receive(self, body: AsyncIterator[bytes], workspace: Path, tell: Tell) -> Stored:
+        told = 0
+
+        def progress(size: int) -> None:
+            nonlocal told
+            if size - told >= PROGRESS_BYTES:
+                told = size
+                tell(ImportLine(step="receiving", done_bytes=size))
+
+        received = await receive(body, workspace / "body", self._blobs, self._limits.upload, progress)
+        if received.size == 0:
+            raise ImageError("the body is empty: an import needs an archive")
+        return received
+
+    async def _layers(
+        self, request: ImportRequest, received: Stored, workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
+    ) -> tuple[list[LayerInfo], ImageConfig]:
+        budget = Budget(self._limits.unpacked, "the unpacked archive")
+        plain = await self._decompress(received, workspace, budget, tell)
+        kind = request.format
+        if kind is None:
+            kind = await asyncio.to_thread(_detect, plain.path, request.at)
+        if kind == "tar":
+            archive = _Archive(plain.path, plain.size, plain.digest)
+            return [await self._layer([archive], request.at, workspace, tell, pin)], ImageConfig()
+        if request.at != "/":
+            raise ImageError(f"at={request.at} is for plain tars; this is a {kind}")
+        source = await asyncio.to_thread(_read_source, plain.path, kind, self._limits)
+        layers = []
+        for index, group in enumerate(collapsible(source.layers, self._limits.collapse)):
+            archives = []
+            for number, layer in enumerate(group):
+                tell(ImportLine(step=f"verifying layer {layer.diff_id[:19]}", done_bytes=received.size))
+                path = workspace / f"layer-{index}-{number}.tar"
+                archives.append(await asyncio.to_thread(self._extract, plain.path, layer, path, budget))
+            layers.append(await self._layer(archives, "/", workspace, tell, pin))
+            for archive in archives:
+                archive.path.unlink()
+        return layers, source.config
+
+    async def _decompress(self, received: Stored, workspace: Path, budget: Budget, tell: Tell) -> Stored:
+        with received.path.open("rb") as source:
+            compression = compression_of(source)
+        if compression == "none":
+            budget.take(received.size)
+            return received
+        tell(ImportLine(step=f"decompressing ({compression})", done_bytes=received.size))
+
+        def decompress() -> Stored:
+            with received.path.open("rb") as source:
+                return unpack(source, received.size, compression, workspace / "plain.tar", self._blobs, budget)
+
+        plain = await asyncio.to_thread(decompress)
+        received.path.unlink()
+        return plain
+
+    def _extract(self, archive: Path, layer: LayerSource, path: Path, budget: Budget) -> _Archive:
+        """Takes one layer out of the outer archive, and holds it to its digests. Blocks."""
+        with archive.open("rb") as source:
+            if layer.digest is not None:
+                _verify(source, layer)
+            source.seek(layer.member.offset)
+            compression = layer.compression or compression_of(source)
+            source.seek(layer.member.offset)
+            plain = unpack(source, layer.member.size, compression, path, self._blobs, budget)
+        if plain.digest != layer.diff_id:
+            raise ImageError(f"a layer unpacks to {plain.digest}, the configuration promises {layer.diff_id}")
+        return _Archive(path, plain.size, plain.digest)
+
+    async def _layer(
+        self, archives: Sequence[_Archive], at: str, workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
+    ) -> LayerInfo:
+        """The layer that these archives become: an earlier conversion's, or a new one."""
+        key = conversion_key([archive.key for archive in archives], at)
+        async with self._flights.of(key):
+            known = self._catalog.conversion(key)
+            if known is not None and all(self._blobs.has(digest) for digest in (known.digest, known.blob) if digest is not None):
+                pin(known)
+                return known
+            tell(ImportLine(step="converting", done_bytes=sum(archive.size for archive in archives)))
+            layer = await self._converter.convert([archive.path for archive in archives], at, workspace, pin)
+            await self._catalog.remember_conversion(key, layer)
+            return layer
+
+
+def collapsible(layers: Sequence[LayerSource], limit: int) -> Iterator[list[LayerSource]]:
+    """Groups adjacent layers that become one: as many as fit below ``limit`` bytes in the archive, at least one."""
+    group: list[LayerSource] = []
+    size = 0
+    for layer in layers:
+        if group and size + layer.member.size > limit:
+            yield group
+            group, size = [], 0
+        group.append(layer)
+        size += layer.member.size
+    if group:
+        yield group
+
+
+def conversion_key(archives: Sequence[str], at: str) -> str:
+    """Names what these archives become: the same key, the same layer."""
+    inputs = [str(CONVERTER_VERSION), at, *archives]
+    return hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()
+
+
+def _detect(path: Path, at: str) -> Format:
+    """What a plain archive is, where the caller didn't say. One that is to be placed somewhere can only be a tar."""
+    if at != "/":
+        return "tar"
+    with path.open("rb") as archive:
+        return detect_format(archive)
+
+
+def _read_source(path: Path, kind: Format, limits: ImportLimits) -> ImageSource:
+    with path.open("rb") as archive:
+        return read_oci_archive(archive, limits) if kind == "oci-archive" else read_docker_archive(archive, limits)
+
+
+def _verify(source: BinaryIO, layer: LayerSource) -> None:
+    """Raises ImageError if the layer's bytes in the archive haven't the digest that the manifest promises."""
+    digest = hashlib.sha256()
+    source.seek(layer.member.offset)
+    for piece in decompressed(source, layer.member.size, "none"):
+        digest.update(piece)
+    if f"sha256:{digest.hexdigest()}" != layer.digest:
+        raise ImageError(f"the layer {layer.digest} has another digest: it is broken or forged")
+
+
+def _draft(request: ImportRequest, layers: list[LayerInfo], config: ImageConfig) -> ImageInfo:
+    """The image but for its version. Its digest covers what it is made of and how it is run."""
+    content = {"kind": request.kind, "layers": [layer.digest for layer in layers], "config": config}
+    return ImageInfo(
+        name=request.name,
+        version=0,
+        kind=request.kind,
+        digest=f"sha256:{hashlib.sha256(msgspec.json.encode(content, order='deterministic')).hexdigest()}",
+        layers=layers,
+        config=config,
+        created_at=time.time(),
+        size=sum(layer.meta_bytes + layer.blob_bytes for layer in layers),
+    )

@@ -1,0 +1,287 @@
+"""What OCI layouts and docker archives say about themselves: read strictly, to the point where only layers are left to convert.
+
+Specifications: OCI image-spec 1.1 (image-layout, image index, image manifest, image configuration), Docker image specification v1.2.
+Every document and layer must have the digest and the size under which it is referred to; what has an unknown media type is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from dataclasses import dataclass
+from typing import BinaryIO, Literal, TypeVar
+
+import msgspec
+
+from dsec.images.limits import ImportLimits
+from dsec.images.members import Member, Members, headers
+from dsec.images.streams import Compression
+from libdsec.errors import ImageError
+from libdsec.schema import ImageConfig
+
+Format = Literal["tar", "docker-archive", "oci-archive"]
+
+_INDEXES = {"application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"}
+_MANIFESTS = {"application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json"}
+_CONFIGS = {"application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json"}
+_LAYERS: dict[str, Compression] = {
+    "application/vnd.oci.image.layer.v1.tar": "none",
+    "application/vnd.oci.image.layer.v1.tar+gzip": "gzip",
+    "application/vnd.oci.image.layer.v1.tar+zstd": "zstd",
+    "application/vnd.docker.image.rootfs.diff.tar": "none",
+    "application/vnd.docker.image.rootfs.diff.tar.gzip": "gzip",
+    "application/vnd.docker.image.rootfs.diff.tar.zstd": "zstd",
+}
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "riscv64": "riscv64", "ppc64le": "ppc64le", "s390x": "s390x"}
+_ATTESTATION = "vnd.docker.reference.type"
+_INDEX_DEPTH = 3
+_PEEK_MEMBERS = 5_000
+"""Headers looked at to tell an image archive from a root filesystem: image archives have a few per layer."""
+
+T = TypeVar("T")
+
+
+class _Platform(msgspec.Struct):
+    architecture: str = ""
+    os: str = ""
+
+
+class _Descriptor(msgspec.Struct, rename="camel"):
+    digest: str
+    size: int
+    media_type: str = ""
+    platform: _Platform | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Layout(msgspec.Struct, rename="camel"):
+    image_layout_version: str
+
+
+class _Index(msgspec.Struct, rename="camel"):
+    manifests: list[_Descriptor]
+
+
+class _Manifest(msgspec.Struct, rename="camel"):
+    config: _Descriptor
+    layers: list[_Descriptor]
+
+
+class _RootFs(msgspec.Struct):
+    type: str = "layers"
+    diff_ids: list[str] = []
+
+
+class _RunConfig(msgspec.Struct):
+    """The member ``config`` of an image configuration; null stands for absent everywhere."""
+
+    Env: list[str] | None = None
+    User: str | None = None
+    WorkingDir: str | None = None
+    Entrypoint: list[str] | None = None
+    Cmd: list[str] | None = None
+    Labels: dict[str, str] | None = None
+
+
+class _Config(msgspec.Struct):
+    rootfs: _RootFs
+    os: str = ""
+    architecture: str = ""
+    config: _RunConfig | None = None
+
+
+class _DockerImage(msgspec.Struct):
+    """One entry of ``manifest.json`` in a ``docker save``."""
+
+    Config: str
+    Layers: list[str]
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """One layer's archive inside the outer one."""
+
+    member: Member
+    diff_id: str
+    """Digest of the decompressed archive, as the configuration promises it."""
+    digest: str | None
+    """Digest of the member itself, where the manifest promises one."""
+    compression: Compression | None
+    """None: find out by the first bytes."""
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image inside an archive: its layers, lowest first, and what is honoured of its configuration."""
+
+    layers: tuple[LayerSource, ...]
+    config: ImageConfig
+
+
+def detect_format(archive: BinaryIO) -> Format:
+    """What an uncompressed archive is, by its top-level names. Raises ImageError if it is no tar at all."""
+    found = set()
+    for count, (name, kind, _, _) in enumerate(headers(archive)):
+        top, *rest = [part for part in name.split("/") if part not in ("", ".")] or [""]
+        if count >= _PEEK_MEMBERS or not _belongs_to_image_archive(top, kind, nested=bool(rest)):
+            return "tar"
+        found.add(top)
+    if {"oci-layout", "index.json"} <= found:
+        return "oci-archive"
+    return "docker-archive" if "manifest.json" in found else "tar"
+
+
+def _belongs_to_image_archive(top: str, kind: bytes, *, nested: bool) -> bool:
+    if top in ("", "blobs"):
+        return True
+    is_hex = len(top.split(".")[0]) == 64 and all(letter in "0123456789abcdef" for letter in top.split(".")[0])
+    if nested or kind == b"5":
+        return is_hex
+    return top in ("oci-layout", "index.json", "manifest.json", "repositories") or (is_hex and top.endswith((".json", ".tar")))
+
+
+def read_oci_archive(archive: BinaryIO, limits: ImportLimits) -> ImageSource:
+    """The one image in an OCI layout. Raises ImageError."""
+    documents = _Documents(archive, Members.read(archive, limits.members), limits)
+    layout = documents.decode("oci-layout", _Layout)
+    if layout.image_layout_version != "1.0.0":
+        raise ImageError(f"unknown version of the OCI layout: {layout.image_layout_version!r}")
+    index = documents.decode("index.json", _Index)
+    descriptor = _choose(documents, index, depth=0)
+    manifest = documents.decode_blob(descriptor, _Manifest)
+    if manifest.config.media_type not in _CONFIGS:
+        raise ImageError(f"the configuration has the media type {manifest.config.media_type!r}, which isn't supported")
+    config = documents.decode_blob(manifest.config, _Config)
+    _check_config(config, len(manifest.layers), limits)
+    layers = []
+    for layer, diff_id in zip(manifest.layers, config.rootfs.diff_ids, strict=True):
+        compression = _LAYERS.get(layer.media_type)
+        if compression is None:
+            raise ImageError(f"a layer has the media type {layer.media_type!r}, which isn't supported")
+        layers.append(LayerSource(documents.blob(layer), diff_id, layer.digest, compression))
+    return ImageSource(tuple(layers), _honoured(config))
+
+
+def read_docker_archive(archive: BinaryIO, limits: ImportLimits) -> ImageSource:
+    """The one image in a ``docker save``. Raises ImageError."""
+    members = Members.read(archive, limits.members)
+    documents = _Documents(archive, members, limits)
+    images = documents.decode("manifest.json", list[_DockerImage])
+    if len({image.Config for image in images}) != 1:
+        raise ImageError(f"the archive holds {len(images)} images: save one at a time")
+    image = images[0]
+    config = documents.decode(image.Config, _Config)
+    _check_config(config, len(image.Layers), limits)
+    layers = [
+        LayerSource(members.get(name), diff_id, None, None) for name, diff_id in zip(image.Layers, config.rootfs.diff_ids, strict=True)
+    ]
+    return ImageSource(tuple(layers), _honoured(config))
+
+
+class _Documents:
+    """JSON documents in an archive: bounded, checked, decoded."""
+
+    def __init__(self, archive: BinaryIO, members: Members, limits: ImportLimits) -> None:
+        self._archive = archive
+        self._members = members
+        self._limits = limits
+
+    def decode(self, name: str, kind: type[T]) -> T:
+        return _decode(name, self._read(name, self._members.get(name)), kind)
+
+    def decode_blob(self, descriptor: _Descriptor, kind: type[T]) -> T:
+        data = self._read(descriptor.digest, self.blob(descriptor))
+        if f"sha256:{hashlib.sha256(data).hexdigest()}" != descriptor.digest:
+            raise ImageError(f"the content of {descriptor.digest} has another digest")
+        return _decode(descriptor.digest, data, kind)
+
+    def blob(self, descriptor: _Descriptor) -> Member:
+        """Where the blob lies; its size is checked, its digest not yet."""
+        check_digest(descriptor.digest)
+        member = self._members.get(f"blobs/sha256/{descriptor.digest.removeprefix('sha256:')}")
+        if member.size != descriptor.size:
+            raise ImageError(f"{descriptor.digest} has {member.size} bytes, {descriptor.size} are promised")
+        return member
+
+    def _read(self, name: str, member: Member) -> bytes:
+        if member.size > self._limits.document:
+            raise ImageError(f"{name!r} has {member.size} bytes, at most {self._limits.document} are allowed")
+        self._archive.seek(member.offset)
+        return self._archive.read(member.size)
+
+
+def _decode(name: str, data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ImageError(f"{name!r} is not what it should be: {error}") from error
+
+
+def check_digest(digest: str) -> None:
+    """Raises ImageError for anything but a sha256 in lower-case hexadecimal."""
+    algorithm, _, value = digest.partition(":")
+    if algorithm != "sha256" or len(value) != 64 or any(letter not in "0123456789abcdef" for letter in value):
+        raise ImageError(f"the digest {digest[:100]!r} isn't supported: sha256 is")
+
+
+def _choose(documents: _Documents, index: _Index, depth: int) -> _Descriptor:
+    """The manifest for this machine. Signatures, attestations and other platforms are passed over."""
+    here = _ARCHITECTURES.get(platform.machine(), platform.machine())
+    candidates = {}
+    for descriptor in index.manifests:
+        wanted = descriptor.platform
+        if _ATTESTATION in (descriptor.annotations or {}):
+            continue
+        if wanted is not None and (wanted.os not in ("", "linux") or wanted.architecture not in ("", here)):
+            continue
+        if descriptor.media_type not in _MANIFESTS | _INDEXES:
+            raise ImageError(f"the index holds the media type {descriptor.media_type!r}, which isn't supported")
+        candidates[descriptor.digest] = descriptor
+    if not candidates:
+        raise ImageError(f"the archive holds no image for linux/{here}")
+    if len(candidates) > 1:
+        raise ImageError(f"the archive holds {len(candidates)} images: save one at a time")
+    (chosen,) = candidates.values()
+    if chosen.media_type in _MANIFESTS:
+        return chosen
+    if depth == _INDEX_DEPTH:
+        raise ImageError("the index leads to indexes without end")
+    return _choose(documents, documents.decode_blob(chosen, _Index), depth + 1)
+
+
+def _check_config(config: _Config, layers: int, limits: ImportLimits) -> None:
+    here = _ARCHITECTURES.get(platform.machine(), platform.machine())
+    if config.os not in ("", "linux"):
+        raise ImageError(f"the image is for {config.os!r}, not for Linux")
+    if config.architecture not in ("", here):
+        raise ImageError(f"the image is for the architecture {config.architecture!r}, this machine is {here}")
+    if config.rootfs.type != "layers":
+        raise ImageError(f"the root filesystem is of the type {config.rootfs.type!r}, which isn't supported")
+    if len(config.rootfs.diff_ids) != layers:
+        raise ImageError(f"the manifest lists {layers} layers, the configuration {len(config.rootfs.diff_ids)}")
+    if not 0 < layers <= limits.layers:
+        raise ImageError(f"the image has {layers} layers, 1 to {limits.layers} are allowed")
+    for diff_id in config.rootfs.diff_ids:
+        check_digest(diff_id)
+
+
+def _honoured(config: _Config) -> ImageConfig:
+    run = config.config or _RunConfig()
+    env = {}
+    for setting in run.Env or ():
+        name, _, value = setting.partition("=")
+        if not name or "\0" in setting:
+            raise ImageError(f"the configuration sets the variable {setting[:100]!r}")
+        env[name] = value
+    for text in (run.User, run.WorkingDir, *(run.Entrypoint or ()), *(run.Cmd or ())):
+        if text is not None and "\0" in text:
+            raise ImageError("the configuration holds a text with a NUL")
+    workdir = run.WorkingDir or None
+    return ImageConfig(
+        env=env,
+        user=run.User or None,
+        workdir=workdir if workdir is None or workdir.startswith("/") else f"/{workdir}",
+        entrypoint=None if run.Entrypoint is None else tuple(run.Entrypoint),
+        cmd=None if run.Cmd is None else tuple(run.Cmd),
+        labels=run.Labels or {},
+    )

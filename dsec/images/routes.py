@@ -1,0 +1,218 @@
+"""The HTTP side of the image store: ``/v1/images``."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+from collections.abc import AsyncIterator
+from typing import cast, get_args
+
+import msgspec
+import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from dsec.images.catalog import Caller
+from dsec.images.image_store import ImageStore
+from dsec.images.importing import ImportRequest, Kind
+from dsec.images.manifests import Format
+from dsec.images.names import check_name
+from libdsec.errors import DSecError, InvalidArgument, PermissionDenied
+from libdsec.schema import ImageInfo, ImagePage, ImportLine
+
+PAGE_LIMIT = 1000
+MSGPACK = "application/msgpack"
+_PATH_LIMIT = 4095
+
+_log = structlog.get_logger("dsec.images")
+
+
+class RemovedBytes(msgspec.Struct, kw_only=True):
+    """The answer to ``POST /v1/images/gc``."""
+
+    removed_bytes: int
+
+
+class ImageRoutes:
+    """Binds the store to Starlette. The caller's project and rights come from the scope, where authentication put them."""
+
+    def __init__(self, images: ImageStore) -> None:
+        self._images = images
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/images", self._list, methods=["GET"]),
+            Route("/v1/images", self._import, methods=["POST"]),
+            Route("/v1/images/gc", self._collect, methods=["POST"]),
+            Route("/v1/images/{reference:path}", self._get, methods=["GET"]),
+            Route("/v1/images/{reference:path}", self._remove, methods=["DELETE"]),
+        ]
+
+    async def _list(self, request: Request) -> Response:
+        limit = _integer(request, "limit", PAGE_LIMIT)
+        images = self._images.page(_decode_cursor(request.query_params.get("cursor")), min(limit, PAGE_LIMIT) + 1)
+        more = len(images) > min(limit, PAGE_LIMIT)
+        images = images[: min(limit, PAGE_LIMIT)]
+        return _answer(request, ImagePage(images=images, cursor=_encode_cursor(images[-1]) if more else None))
+
+    async def _get(self, request: Request) -> Response:
+        return _answer(request, self._images.get(request.path_params["reference"]))
+
+    async def _remove(self, request: Request) -> Response:
+        return _answer(request, await self._images.remove(request.path_params["reference"], _caller(request)))
+
+    async def _collect(self, request: Request) -> Response:
+        if not _caller(request).admin:
+            raise PermissionDenied("this key may not collect garbage; an admin's key may")
+        return _answer(request, RemovedBytes(removed_bytes=await self._images.collect_garbage()))
+
+    async def _import(self, request: Request) -> Response:
+        wanted = _import_request(request)
+        if wanted.idempotency_key is not None:
+            made = self._images.made_by(wanted.idempotency_key)
+            if made is not None:
+                async for _ in request.stream():
+                    pass
+                return Response(_line(ImportLine(image=made)), media_type="application/x-ndjson")
+        return _ImportResponse(self._images, wanted)
+
+
+class _ImportResponse(Response):
+    """Answers with lines while the body is still coming in. A client that goes away ends the import."""
+
+    def __init__(self, images: ImageStore, request: ImportRequest) -> None:
+        super().__init__(media_type="application/x-ndjson")
+        self._images = images
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        lines: asyncio.Queue[ImportLine | None] = asyncio.Queue()
+        received = asyncio.Event()
+        importing = asyncio.create_task(self._run(_body(receive, received), lines))
+        watching = asyncio.create_task(_watch(receive, received, importing))
+        try:
+            while (line := await lines.get()) is not None:
+                await send({"type": "http.response.body", "body": _line(line), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            watching.cancel()
+            importing.cancel()
+            await asyncio.gather(importing, watching, return_exceptions=True)
+
+    async def _run(self, body: AsyncIterator[bytes], lines: asyncio.Queue[ImportLine | None]) -> None:
+        try:
+            image = await self._images.import_archive(self._request, body, lines.put_nowait)
+            lines.put_nowait(ImportLine(image=image))
+        except ClientDisconnect:
+            pass
+        except DSecError as error:
+            lines.put_nowait(ImportLine(error=error.body()))
+            await _drain(body)
+        except Exception as failure:
+            incident = secrets.token_hex(6)
+            _log.error("import failed", incident=incident, image=self._request.name, exc_info=failure)
+            unforeseen = DSecError(f"something broke on our side; the service's log tells more under incident {incident}", reason=incident)
+            lines.put_nowait(ImportLine(error=unforeseen.body()))
+        finally:
+            lines.put_nowait(None)
+
+
+async def _body(receive: Receive, received: asyncio.Event) -> AsyncIterator[bytes]:
+    """The request's body. Raises ClientDisconnect."""
+    while not received.is_set():
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        if not message.get("more_body", False):
+            received.set()
+        yield message.get("body", b"")
+
+
+async def _drain(body: AsyncIterator[bytes]) -> None:
+    """Takes the rest of a body whose import has failed: a client that is still sending wouldn't read the answer."""
+    try:
+        async for _ in body:
+            pass
+    except ClientDisconnect:
+        pass
+
+
+async def _watch(receive: Receive, received: asyncio.Event, importing: asyncio.Task[None]) -> None:
+    """Cancels the import when the client disconnects after the body."""
+    await received.wait()
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    importing.cancel()
+
+
+def _import_request(request: Request) -> ImportRequest:
+    query = request.query_params
+    kind = query.get("kind", "base")
+    if kind not in get_args(Kind):
+        raise InvalidArgument(f"kind is one of {', '.join(get_args(Kind))}, not {kind!r}", field="kind")
+    wanted_format = query.get("format", "auto")
+    if wanted_format not in ("auto", *get_args(Format)):
+        raise InvalidArgument(f"format is one of auto, {', '.join(get_args(Format))}, not {wanted_format!r}", field="format")
+    key = request.headers.get("idempotency-key")
+    caller = _caller(request)
+    return ImportRequest(
+        name=check_name(query.get("name", "")),
+        kind=cast(Kind, kind),
+        format=None if wanted_format == "auto" else cast(Format, wanted_format),
+        at=_place(query.get("at", "/")),
+        caller=caller,
+        idempotency_key=None if key is None else f"{caller.project}:{key[:128]}",
+    )
+
+
+def _place(at: str) -> str:
+    """Where the content goes, normalized. Raises InvalidArgument."""
+    if not at.startswith("/") or not at.isprintable() or len(at.encode("utf-8", "surrogateescape")) > _PATH_LIMIT:
+        raise InvalidArgument("at is an absolute path of printable characters", field="at")
+    parts = [part for part in at.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise InvalidArgument("at may not hold '..'", field="at")
+    if any(part.startswith(".wh.") for part in parts):
+        raise InvalidArgument("at may not hold the name of a whiteout", field="at")
+    return "/" + "/".join(parts)
+
+
+def _caller(request: Request) -> Caller:
+    return Caller(project=request.scope["dsec.project"], admin=request.scope["dsec.admin"])
+
+
+def _integer(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) == 0:
+        raise InvalidArgument(f"{name} is a positive number, not {text[:40]!r}", field=name)
+    return int(text)
+
+
+def _encode_cursor(last: ImageInfo) -> str:
+    return base64.urlsafe_b64encode(msgspec.json.encode((last.name, last.version))).decode("ascii")
+
+
+def _decode_cursor(cursor: str | None) -> tuple[str, int] | None:
+    if cursor is None:
+        return None
+    try:
+        return msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=tuple[str, int])
+    except (ValueError, msgspec.DecodeError):
+        raise InvalidArgument("this cursor is not one that a list gave", field="cursor") from None
+
+
+def _line(line: ImportLine) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _answer(request: Request, value: object) -> Response:
+    if MSGPACK in request.headers.get("accept", ""):
+        return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
+    return Response(msgspec.json.encode(value), media_type="application/json")

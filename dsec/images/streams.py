@@ -1,0 +1,215 @@
+"""Bytes on their way into the store: a request's body onto the disk, and compressed files into plain ones. All of it bounded.
+
+Compression bombs are met by pulling: no step makes more than a megabyte at a time, and every byte is counted before it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import lzma
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import zstandard
+
+from dsec.images.blobs import BlobDirectory
+from dsec.images.limits import MIB
+from libdsec.errors import ImageError
+
+Compression = Literal["none", "gzip", "zstd", "xz"]
+
+PIECE = 1 * MIB
+"""Bytes handled at a time."""
+WRITE_BATCH = 4 * MIB
+"""Bytes of a body that are collected before a thread writes them: one hop to it costs as much as writing 100 KB."""
+XZ_MEMORY = 512 * MIB
+"""What an xz stream may need; ``xz -9`` needs 65 MB."""
+ZSTD_WINDOW = 128 * MIB
+"""The largest window that ``zstd --long`` uses without asking for more."""
+ROOM_CHECK = 64 * MIB
+"""Bytes written between two looks at the free space."""
+
+_MAGIC: tuple[tuple[bytes, Compression], ...] = (
+    (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"\xfd7zXZ\0", "xz"),
+)
+
+
+@dataclass
+class Budget:
+    """Bytes that may still be made of what the caller sent."""
+
+    limit: int
+    what: str
+    used: int = 0
+
+    def take(self, count: int) -> None:
+        """Counts ``count`` bytes. Raises ImageError when that is more than there may be."""
+        self.used += count
+        if self.used > self.limit:
+            raise ImageError(f"{self.what} exceeds {self.limit} bytes")
+
+
+@dataclass
+class Sink:
+    """A file being written: counted, hashed, and stopped before the disk is full."""
+
+    file: BinaryIO
+    blobs: BlobDirectory
+    size: int = 0
+    _hash: hashlib._Hash = field(default_factory=hashlib.sha256)
+    _unchecked: int = ROOM_CHECK
+
+    def write(self, data: bytes) -> None:
+        """Raises NoCapacity when the disk has no room, OSError when it fails."""
+        self._unchecked += len(data)
+        if self._unchecked >= ROOM_CHECK:
+            self.blobs.check_room(len(data))
+            self._unchecked = 0
+        self.file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    @property
+    def digest(self) -> str:
+        return f"sha256:{self._hash.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file in a workspace."""
+
+    path: Path
+    size: int
+    digest: str
+
+
+async def receive(body: AsyncIterator[bytes], path: Path, blobs: BlobDirectory, limit: int, progress: Callable[[int], None]) -> Stored:
+    """Writes a body to ``path``, telling ``progress`` how many bytes are there. Raises ImageError beyond ``limit`` bytes."""
+    budget = Budget(limit, "the upload")
+    batch = bytearray()
+    with path.open("xb", buffering=0) as file:
+        sink = Sink(file, blobs)
+
+        async def flush() -> None:
+            data = bytes(batch)
+            batch.clear()
+            await asyncio.to_thread(sink.write, data)
+            progress(sink.size)
+
+        async for chunk in body:
+            budget.take(len(chunk))
+            batch += chunk
+            if len(batch) >= WRITE_BATCH:
+                await flush()
+        if batch:
+            await flush()
+    return Stored(path, sink.size, sink.digest)
+
+
+def compression_of(source: BinaryIO) -> Compression:
+    """How what follows in ``source`` is compressed, by its first bytes."""
+    start = source.read(8)
+    return next((kind for magic, kind in _MAGIC if start.startswith(magic)), "none")
+
+
+def unpack(source: BinaryIO, length: int, compression: Compression, path: Path, blobs: BlobDirectory, budget: Budget) -> Stored:
+    """Writes what ``length`` bytes of ``source`` hold, decompressed, to ``path``. Raises ImageError for broken or too much data."""
+    with path.open("xb", buffering=0) as file:
+        sink = Sink(file, blobs)
+        for piece in decompressed(source, length, compression):
+            budget.take(len(piece))
+            sink.write(piece)
+    return Stored(path, sink.size, sink.digest)
+
+
+def decompressed(source: BinaryIO, length: int, compression: Compression) -> Iterator[bytes]:
+    """The content of ``length`` bytes of ``source``, at most :data:`PIECE` bytes at a time. Raises ImageError for broken or cut data."""
+    if compression == "none":
+        yield from _pieces(source, length)
+    elif compression == "zstd":
+        yield from _unzstd(source, length)
+    elif compression == "gzip":
+        yield from _inflate(source, length)
+    else:
+        yield from _unxz(source, length)
+
+
+def _pieces(source: BinaryIO, length: int) -> Iterator[bytes]:
+    left = length
+    while left:
+        piece = source.read(min(PIECE, left))
+        if not piece:
+            raise ImageError("the archive ends early")
+        left -= len(piece)
+        yield piece
+
+
+def _inflate(source: BinaryIO, length: int) -> Iterator[bytes]:
+    """One gzip member after the other (RFC 1952); zeros after the last one are padding."""
+    member = zlib.decompressobj(wbits=31)
+    begun = False
+    try:
+        for data in _pieces(source, length):
+            while data:
+                if member.eof:
+                    data = data.lstrip(b"\0")
+                    if not data:
+                        break
+                    member = zlib.decompressobj(wbits=31)
+                begun = True
+                if made := member.decompress(data, PIECE):
+                    yield made
+                data = member.unused_data if member.eof else member.unconsumed_tail
+            while not member.eof and (made := member.decompress(b"", PIECE)):
+                yield made
+    except zlib.error as error:
+        raise ImageError(f"broken gzip data: {error}") from error
+    if begun and not member.eof:
+        raise ImageError("the gzip data ends early")
+
+
+def _unxz(source: BinaryIO, length: int) -> Iterator[bytes]:
+    stream = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
+    try:
+        for data in _pieces(source, length):
+            while data or not (stream.eof or stream.needs_input):
+                if stream.eof:
+                    data = data.lstrip(b"\0")
+                    if not data:
+                        break
+                    stream = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
+                made = stream.decompress(data, PIECE)
+                data = stream.unused_data if stream.eof else b""
+                if made:
+                    yield made
+    except lzma.LZMAError as error:
+        raise ImageError(f"broken xz data: {error}") from error
+    if not stream.eof:
+        raise ImageError("the xz data ends early")
+
+
+class _Section:
+    """The next bytes of a file, as the file that zstandard reads from."""
+
+    def __init__(self, source: BinaryIO, length: int) -> None:
+        self._pieces = _pieces(source, length)
+
+    def read(self, _size: int = -1) -> bytes:
+        return next(self._pieces, b"")
+
+
+def _unzstd(source: BinaryIO, length: int) -> Iterator[bytes]:
+    """A cut frame goes unnoticed here; the tar in it then lacks its end mark, and is refused for that."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
+    try:
+        with decompressor.stream_reader(_Section(source, length), read_across_frames=True) as reader:  # type: ignore[arg-type]
+            while made := reader.read(PIECE):
+                yield made
+    except zstandard.ZstdError as error:
+        raise ImageError(f"broken zstd data: {error}") from error

@@ -1,0 +1,276 @@
+"""The image store as the SDK reaches it: archives, directories or Debian suites go in; images are listed and removed."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import io
+import os
+import secrets
+import stat
+import tarfile
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import parse_qs, quote
+
+import msgspec
+
+from libdsec.errors import ImageError, InvalidArgument, Unavailable, from_body
+from libdsec.schema import ImageInfo, ImagePage, ImportLine
+from libdsec.tar import CHUNK, END, file_chunks, in_thread
+from libdsec.transport import Answer
+
+if TYPE_CHECKING:
+    from libdsec.client import DSecClient
+
+Kind = Literal["base", "workspace", "toolkit"]
+Format = Literal["auto", "tar", "docker-archive", "oci-archive"]
+Progress = Callable[[str, int], None]
+
+DEBIAN = "mmdebstrap:"
+"""What sources begin with that are made by mmdebstrap: ``mmdebstrap:bookworm?include=git,python3``."""
+COMPLAINT = 2000
+"""Characters of what a failed mmdebstrap printed that its error shows."""
+_VARIANTS = ("extract", "custom", "essential", "apt", "minbase", "buildd", "important", "standard")
+
+
+class _RemovedBytes(msgspec.Struct):
+    removed_bytes: int
+
+
+_image = Answer(ImageInfo)
+_page = Answer(ImagePage)
+_import_line = Answer(ImportLine)
+_removed = Answer(_RemovedBytes)
+
+
+class Images:
+    """The server's images, reached as ``client.images``.
+
+    A reference is a name (its newest version), ``name@3`` (that version, for ever) or an image's digest.
+    """
+
+    def __init__(self, client: DSecClient) -> None:
+        self._transport = client.transport
+
+    async def import_(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        name: str,
+        kind: Kind = "base",
+        at: str = "/",
+        format: Format = "auto",
+        progress: Progress | None = None,
+    ) -> ImageInfo:
+        """Import ``source`` as the next version of ``name``.
+
+        ``source``: a directory, or an OCI layout in one; a tar, ``docker save`` or OCI archive, also compressed (gzip, zstd, xz); or
+        ``mmdebstrap:SUITE?include=a,b&variant=minbase&mirror=URL``, a Debian made on this machine from its own apt sources unless a mirror
+        is given. ``kind``: what it will be used as. ``at``: where in the sandbox the content of a directory or plain tar appears.
+        ``progress``: called with what is being done and the bytes that have been received.
+
+        Directories and Debians keep owners, modes, times, hardlinks, devices, xattrs; owners that this user can't read stay as they are
+        found. Raises ImageError for an archive that is broken, hostile or of an unknown kind, InvalidArgument for a name or an argument
+        that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, Unavailable when the
+        connection breaks: then, as after any error, nothing stays. Calling it again after success makes another version.
+        """
+        stream, format = _open_source(os.fspath(source), format)
+        query = {"name": name, "kind": kind, "at": at, "format": format}
+        headers = {"Idempotency-Key": secrets.token_hex(12)}
+        lines = self._transport.lines("POST", self._transport.at("/v1/images", query), _import_line, data=stream, headers=headers)
+        async for line in lines:
+            if line.error is not None:
+                raise from_body(line.error)
+            if line.image is not None:
+                return line.image
+            if progress is not None and line.step is not None:
+                progress(line.step, line.done_bytes)
+        raise Unavailable("the server ended the import without a result")
+
+    async def list(self) -> builtins.list[ImageInfo]:
+        """All images and versions, in the order of their names. Safe to repeat."""
+        images: builtins.list[ImageInfo] = []
+        cursor: str | None = None
+        while True:
+            page = await self._transport.call("GET", self._transport.at("/v1/images", {"cursor": cursor}), _page)
+            images += page.images
+            cursor = page.cursor
+            if cursor is None:
+                return images
+
+    async def get(self, reference: str) -> ImageInfo:
+        """The image that is referred to. Raises ImageNotFound. Safe to repeat."""
+        return await self._transport.call("GET", self._transport.at(_path(reference)), _image)
+
+    async def remove(self, reference: str) -> ImageInfo:
+        """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
+
+        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, PermissionDenied. A repetition
+        raises ImageNotFound.
+        """
+        return await self._transport.call("DELETE", self._transport.at(_path(reference)), _image)
+
+    async def gc(self) -> int:
+        """Delete layers that no image and no sandbox needs any more; returns the bytes. Raises PermissionDenied unless the key is an
+        admin's. Safe to repeat."""
+        return (await self._transport.call("POST", self._transport.at("/v1/images/gc"), _removed)).removed_bytes
+
+
+def _path(reference: str) -> str:
+    return f"/v1/images/{quote(reference, safe='/:@')}"
+
+
+def _open_source(source: str, format: Format) -> tuple[AsyncIterator[bytes], Format]:
+    """The archive to send, and what it is. Raises InvalidArgument."""
+    if source.startswith(DEBIAN):
+        return _process_output(debian_command(source)), "tar"
+    path = Path(source)
+    if path.is_dir():
+        is_layout = (path / "oci-layout").is_file() and (path / "index.json").is_file()
+        chosen: Format = format if format != "auto" else "oci-archive" if is_layout else "tar"
+        return in_thread(pack_tree(path)), chosen
+    if path.is_file():
+        return in_thread(file_chunks(path)), format
+    raise InvalidArgument(f"{source!r} is neither a file nor a directory here", field="source")
+
+
+def debian_command(source: str) -> list[str]:
+    """The command that writes the tar of ``mmdebstrap:SUITE?include=…&variant=…&mirror=…`` to its output. Raises InvalidArgument."""
+    suite, _, query = source.removeprefix(DEBIAN).partition("?")
+    options = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+    variant = options.pop("variant", "minbase")
+    include = options.pop("include", "")
+    mirror = options.pop("mirror", None)
+    if options:
+        raise InvalidArgument(f"mmdebstrap: takes include, variant and mirror, not {', '.join(sorted(options))}", field="source")
+    if not suite or suite.startswith("-") or variant not in _VARIANTS:
+        raise InvalidArgument(f"{source!r}: a suite is needed, and a variant of {', '.join(_VARIANTS)}", field="source")
+    command = ["mmdebstrap", "--format=tar", f"--mode={'root' if os.geteuid() == 0 else 'unshare'}", f"--variant={variant}"]
+    if include:
+        command.append(f"--include={include}")
+    command.append('--customize-hook=rm -rf "$1"/var/cache/apt/archives/*.deb "$1"/etc/hostname "$1"/etc/resolv.conf')
+    return [*command, suite] if mirror is None else [*command, suite, "-", mirror]
+
+
+async def _process_output(command: builtins.list[str]) -> AsyncGenerator[bytes, None]:
+    """What a command writes. Raises InvalidArgument if it isn't installed, ImageError if it fails; ends with it."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=CHUNK
+        )
+    except FileNotFoundError:
+        raise InvalidArgument(f"{command[0]} is not installed here: `apt-get install {command[0]}`", field="source") from None
+    assert process.stdout is not None and process.stderr is not None
+    complaint = asyncio.create_task(process.stderr.read())
+    try:
+        while chunk := await process.stdout.read(CHUNK):
+            yield chunk
+        if await process.wait() != 0:
+            printed = (await complaint).decode(errors="replace")
+            raise ImageError(f"{command[0]} failed: {printed[-COMPLAINT:]}")
+    finally:
+        complaint.cancel()
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+def pack_tree(root: Path) -> Iterator[bytes]:
+    """The content of directory ``root`` as a PAX archive with everything that a layer keeps: numeric owners, modes, times in nanoseconds,
+    hardlinks, devices, xattrs. Sockets are left out. Memory doesn't grow with the tree but by what hardlinks there are.
+
+    A file that changes while it is read is cut or filled up with zeros: headers go first.
+    """
+    seen: dict[tuple[int, int], bytes] = {}
+    pending = bytearray()
+    for path, name in _walk(os.fsencode(root)):
+        status = os.lstat(path)
+        header, size = _header(path, name, status, seen)
+        pending += header
+        if size:
+            with open(path, "rb", buffering=0) as file:
+                yield from _content(file, size, pending)
+            pending += bytes(-size % tarfile.BLOCKSIZE)
+        if len(pending) >= CHUNK:
+            yield bytes(pending)
+            pending.clear()
+    yield bytes(pending) + END
+
+
+def _walk(root: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Path and archive name of everything below ``root``, parents first, sorted."""
+    yield root, b"./"
+    directories = [(root, b"")]
+    while directories:
+        directory, prefix = directories.pop()
+        below = []
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            name = prefix + entry.name
+            yield entry.path, name
+            if entry.is_dir(follow_symlinks=False):
+                below.append((entry.path, name + b"/"))
+        directories += reversed(below)
+
+
+def _content(file: io.RawIOBase, size: int, pending: bytearray) -> Iterator[bytes]:
+    """Appends ``size`` bytes of ``file`` to ``pending``, which is given away whenever it is large enough."""
+    left = size
+    while left:
+        piece = file.read(min(CHUNK, left)) or bytes(min(CHUNK, left))
+        left -= len(piece)
+        pending += piece
+        if len(pending) >= CHUNK:
+            yield bytes(pending)
+            pending.clear()
+
+
+def _header(path: bytes, name: bytes, status: os.stat_result, seen: dict[tuple[int, int], bytes]) -> tuple[bytes, int]:
+    """The header of a file (nothing for a socket), and the bytes of content that must follow it."""
+    member = tarfile.TarInfo(os.fsdecode(name))
+    member.mode = stat.S_IMODE(status.st_mode)
+    member.uid, member.gid = status.st_uid, status.st_gid
+    size = 0
+    match stat.S_IFMT(status.st_mode):
+        case stat.S_IFREG:
+            first = seen.setdefault((status.st_dev, status.st_ino), name) if status.st_nlink > 1 else name
+            if first == name:
+                size = member.size = status.st_size
+            else:
+                member.type, member.linkname = tarfile.LNKTYPE, os.fsdecode(first)
+        case stat.S_IFDIR:
+            member.type = tarfile.DIRTYPE
+        case stat.S_IFLNK:
+            member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(os.readlink(path))
+        case stat.S_IFIFO:
+            member.type = tarfile.FIFOTYPE
+        case stat.S_IFCHR | stat.S_IFBLK:
+            member.type = tarfile.CHRTYPE if stat.S_ISCHR(status.st_mode) else tarfile.BLKTYPE
+            member.devmajor, member.devminor = os.major(status.st_rdev), os.minor(status.st_rdev)
+        case _:
+            return b"", 0
+    member.pax_headers = {"mtime": _timestamp(status.st_mtime_ns), **_xattrs(path)}
+    return member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"), size
+
+
+def _timestamp(nanoseconds: int) -> str:
+    """Nanoseconds since 1970 as PAX writes a time: a decimal fraction with its sign in front."""
+    seconds, fraction = divmod(abs(nanoseconds), 10**9)
+    return f"{'-' if nanoseconds < 0 else ''}{seconds}.{fraction:09}"
+
+
+def _xattrs(path: bytes) -> dict[str, str]:
+    """The xattrs of a file as PAX attributes, as GNU tar names them. Values are bytes in surrogate escapes. Those that the store drops
+    anyway, and those that can't be read, are left out."""
+    attributes = {}
+    try:
+        for name in os.listxattr(path, follow_symlinks=False):
+            if name.startswith("user.") or name == "security.capability":
+                value = os.getxattr(path, name, follow_symlinks=False)
+                key = name.replace("%", "%25").replace("=", "%3D")
+                attributes[f"SCHILY.xattr.{key}"] = value.decode("utf-8", "surrogateescape")
+    except OSError:
+        # A filesystem without xattrs, or one that vanished while we looked.
+        pass
+    return attributes
