@@ -17,8 +17,8 @@ import uvloop
 from bench import churn, density, exec, report, start, start_one, stream
 from bench.claim import Claim, Result, Setting, WrongAnswer, judge
 from bench.rootfs import root_tar
-from dsec.demo.environment import BuildError
 from dsec.demo.instance import InstanceError
+from dsec.images.debian import DebianRootError
 from libdsec.errors import DSecError
 
 CLAIMS = {claim.name: claim for claim in (start.CLAIM, start_one.CLAIM, exec.CLAIM, density.CLAIM, churn.CLAIM, stream.CLAIM)}
@@ -64,7 +64,7 @@ def _measured(claim: Claim, quick: bool) -> Result:
         return uvloop.run(measure())
     except asyncio.CancelledError:
         sys.exit("interrupted; everything that was started is gone")
-    except (WrongAnswer, BuildError, InstanceError, DSecError) as error:
+    except (WrongAnswer, DebianRootError, InstanceError, DSecError) as error:
         sys.exit(f"{claim.name}: {type(error).__name__}: {error}")
 
 

@@ -18,6 +18,7 @@ from rich.live import Live
 
 from dsec.demo import environment, footprint, instance, rollout, show
 from dsec.demo.rollout import Rollout, Stage
+from dsec.images.debian import DebianRootError
 from libdsec import DSecClient, DSecError
 
 ROLLOUTS = 64
@@ -29,18 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 if every rollout passed and nothing is left, else 1; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="./run demo", description="64 rollouts at once in 64 sandboxes on this machine.")
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS, help="how many (default: %(default)s)")
-    parser.add_argument("--base-tar", type=Path, help="where the base filesystem is kept for the next time (default: it isn't)")
+    parser.add_argument("--cache", type=Path, help="directory that keeps the base filesystem for the next time (default: it isn't kept)")
     options = parser.parse_args(arguments)
     if os.geteuid() != 0:
         parser.error("sandboxes need root")
     if options.rollouts < 1:
         parser.error("--rollouts must be at least 1")
     try:
-        return uvloop.run(_interruptible(_demo(options.rollouts, options.base_tar, show.console())))
+        return uvloop.run(_interruptible(_demo(options.rollouts, options.cache, show.console())))
     except asyncio.CancelledError:
         print("interrupted; everything that was started is gone", file=sys.stderr)
         return 130
-    except (instance.InstanceError, environment.BuildError, DSecError) as error:
+    except (instance.InstanceError, DebianRootError, DSecError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -54,14 +55,14 @@ async def _interruptible(work: Awaitable[int]) -> int:
     return await work
 
 
-async def _demo(count: int, base_tar: Path | None, console: Console) -> int:
+async def _demo(count: int, cache: Path | None, console: Console) -> int:
     started = time.monotonic()
     rollouts = [Rollout(index) for index in range(count)]
     with tempfile.TemporaryDirectory(prefix="dsec-demo-") as temporary:
         async with instance.running("demo", scratch_mb=SCRATCH_MB) as own:
             console.print(f"service started: {own.url}")
             async with DSecClient(own.url, api_key=own.api_key) as client:
-                await _build(client, base_tar or Path(temporary) / "base.tar", console)
+                await _build(client, cache or Path(temporary), console)
                 measured, during = await _roll_out(client, own, rollouts, console)
         marks = own.marks
     after = footprint.take(marks)
@@ -73,10 +74,10 @@ async def _demo(count: int, base_tar: Path | None, console: Console) -> int:
     return 1 if after.total or show.troubles(rollouts) else 0
 
 
-async def _build(client: DSecClient, base_tar: Path, console: Console) -> None:
+async def _build(client: DSecClient, cache: Path, console: Console) -> None:
     """Makes the three layers and imports them."""
     steps = (
-        (f"base image: Debian with {', '.join(environment.PACKAGES)}", _import_base(client, base_tar)),
+        (f"base image: Debian with {', '.join(environment.PACKAGES)}", _import_base(client, cache)),
         ("workspace: a repository with a failing test", environment.import_workspace(client)),
         ("toolkit: a scripted agent", environment.import_toolkit(client)),
     )
@@ -87,8 +88,8 @@ async def _build(client: DSecClient, base_tar: Path, console: Console) -> None:
         console.print(f"{what}: {time.monotonic() - started:.1f} s")
 
 
-async def _import_base(client: DSecClient, tar: Path) -> None:
-    await environment.import_base(client, await environment.debian_tar(tar, environment.PACKAGES))
+async def _import_base(client: DSecClient, cache: Path) -> None:
+    await environment.import_base(client, await environment.debian_tar(cache, environment.PACKAGES))
 
 
 async def _roll_out(
