@@ -33,7 +33,7 @@ COMMIT_ENVIRONMENT = {
 
 
 async def debian_tar(cache: Path, packages: Sequence[str]) -> Path:
-    """The tar of a minimal Debian root with these packages, made (20 to 60 s) unless ``cache`` has it. Needs root. Raises DebianRootError."""
+    """The tar of a minimal Debian with these packages, made (20 to 60 s) unless ``cache`` has it. Needs root. Raises DebianRootError."""
     return await asyncio.to_thread(debian_root_tar, packages, cache=cache, suite=_suite())
 
 
