@@ -21,8 +21,8 @@ DEFAULT_STATE_DIR = Path("/var/lib/dsec")
 DEFAULT_CGROUP = "dsec"
 DEFAULT_PORT = 7070
 DEFAULT_SCRATCH_MB = 16 * 1024
-DEFAULT_UID_BASE = 1_000_000_000
-"""First host uid of sandboxes: above everything that /etc/subuid hands out by habit, with room for 3,200 ranges below 2**31."""
+DEFAULT_UID_BASE = 0x1000_0000
+"""First host uid of sandboxes: above what /etc/subuid hands out by habit, with room for thousands of ranges below 2**31."""
 SERVICE_USER = "dsec"
 FALLBACK_SERVICE_UID = 64_913
 """Runs the service where there is no system user for it: a number that distributions give to nobody for good."""
@@ -30,7 +30,7 @@ RUN_DIR_LIMIT = 80
 """Bytes of the run directory's path: the sockets below it must fit into 108 (sun_path)."""
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-_CGROUP = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_CGROUP = re.compile(r"[a-z0-9-]{1,40}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Instance:
                 f"--run-dir {self.run_dir} is too long: socket paths below it must fit into 108 bytes, so it may have {RUN_DIR_LIMIT}"
             )
         if not _CGROUP.fullmatch(self.cgroup):
-            raise CliError(f"--cgroup {self.cgroup!r}: a name of a-z, 0-9, '.', '_' and '-'")
+            raise CliError(f"--cgroup {self.cgroup!r}: 1 to 40 of a-z, 0-9 and '-'")
         if self.service_uid == 0:
             raise CliError("--service-uid 0: the service never runs as root; name an unprivileged user")
 

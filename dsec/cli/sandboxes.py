@@ -74,7 +74,6 @@ def create(
         "network": network,
         "init_user": user,
         "workdir": workdir,
-        "env": pairs(env, "--env"),
         "no_new_privs": no_new_privs,
         "keep_on_failure": keep_on_failure,
     }
@@ -82,7 +81,7 @@ def create(
     async def run(client: DSecClient) -> int:
         given = {name: value for name, value in fields.items() if value not in (None, {}, ())}
         run_label = secrets.token_hex(6)
-        args = run_args(image, {**given, "labels": {**pairs(label, "--label"), CREATE_LABEL: run_label}})
+        args = run_args(image, {**given, "env": pairs(env, "--env"), "labels": {**pairs(label, "--label"), CREATE_LABEL: run_label}})
         async with stopped_on_failure(client, run_label):
             failures = await _create_all(client, args, count, timeout, as_json=as_json)
             if rm:

@@ -103,7 +103,11 @@ def down(
     with reported():
         _require_root("down")
         record = UpRecord.read(run_dir)
-        instance = record.instance if record else Instance(run_dir, state_dir, cgroup, uid_base, inst.default_service_uid(), 0)
+        instance = (
+            record.instance
+            if record
+            else Instance(run_dir, state_dir, cgroup, uid_base, inst.default_service_uid(), inst.DEFAULT_SCRATCH_MB)
+        )
         number = signal.SIGTERM if keep_sandboxes else signal.SIGINT
         was_running = record is not None and inst.stop_process(record, number, STOP_TIMEOUT_S)
         _forget(run_dir)

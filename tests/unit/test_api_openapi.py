@@ -11,12 +11,14 @@ from typing import Any
 import jsonschema
 import pytest
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from dsec.api import openapi
 from dsec.api.app import ApiServer
 from dsec.api.edges import Edges, LocalEdge
 from dsec.api.keys import Keys
 from dsec.store import Store
+from libdsec.schema import NodeInfo
 
 WIRE = Path(__file__).parents[2] / "docs" / "wire.md"
 
@@ -60,6 +62,16 @@ def document() -> dict[str, Any]:
     return loaded
 
 
+class Nobody:
+    """An edge that is never asked."""
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError
+
+    def node_info(self) -> NodeInfo:
+        raise AssertionError
+
+
 def references(value: object) -> Iterator[str]:
     if isinstance(value, dict):
         yield from (found for name, found in value.items() if name == "$ref" and isinstance(found, str))
@@ -96,10 +108,6 @@ def test_every_path_parameter_is_described(document: dict[str, Any]) -> None:
 
 
 async def test_every_route_of_the_apiserver_is_named(document: dict[str, Any], tmp_path: Path) -> None:
-    class Nobody:
-        async def app(self, *_: object) -> None: ...
-        def node_info(self) -> Any: ...
-
     store = await Store.open("sqlite+aiosqlite://")
     server = ApiServer(Keys(store), Edges([LocalEdge("e1", Nobody())]), [], state_dir=tmp_path, metrics_public=False)
     await store.close()

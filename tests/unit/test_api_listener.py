@@ -1,0 +1,169 @@
+"""The listener on a real socket: its limits, and what a stop does to requests under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from dsec.api import listener as listener_module
+from dsec.api.errors import ErrorBoundary
+from dsec.api.listener import HEADER_LIMIT, Listener, bind, is_loopback, origin
+from libdsec.errors import AuthenticationError
+
+DEADLINE_S = 10.0
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def listening(app: App) -> AsyncIterator[tuple[Listener, str]]:
+    bound = bind("127.0.0.1", 0)
+    listener, url = Listener(app, bound), origin(bound)
+    running = asyncio.create_task(listener.run_until_stopped())
+    async with asyncio.timeout(DEADLINE_S):
+        await listener.listening.wait()
+    try:
+        yield listener, url
+    finally:
+        listener.stop()
+        async with asyncio.timeout(DEADLINE_S):
+            await running
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def talk(url: str, *writes: bytes) -> bytes:
+    """Send bytes as they are; returns everything until the other side closes."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            for data in writes:
+                writer.write(data)
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_a_head_without_end_is_refused_before_anybody_is_authenticated() -> None:
+    async with listening(hello) as (_, url):
+        answer = await talk(url, b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: ", b"a" * (HEADER_LIMIT + 1))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert str(HEADER_LIMIT).encode() in answer
+
+
+async def test_a_large_body_is_no_large_head() -> None:
+    received = 0
+
+    async def count(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal received
+        more = True
+        while more:
+            message = await receive()
+            received += len(message["body"])
+            more = message["more_body"]
+        await hello(scope, receive, send)
+
+    size = 4 * HEADER_LIMIT
+    async with listening(count) as (_, url):
+        head = f"PUT / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n".encode()
+        assert (await talk(url, head + b"b" * size)).endswith(b"hello")
+    assert received == size
+
+
+async def test_whoever_never_finishes_a_head_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "HEADER_DEADLINE_S", 0.05)
+    async with listening(hello) as (_, url):
+        assert await talk(url, b"GET / HT") == b""
+        assert await talk(url) == b""
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"hello")
+            writer.write(b"GET / HT")
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_refused_websocket_gets_the_status_and_the_envelope() -> None:
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AuthenticationError("no key")
+
+    async with listening(ErrorBoundary(refuse)) as (_, url), aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await session.ws_connect(url)
+        assert caught.value.status == 401
+        assert caught.value.headers is not None
+        assert caught.value.headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_stop_lets_the_request_under_way_end_and_takes_no_other() -> None:
+    arrived, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        arrived.set()
+        await may_answer.wait()
+        await hello(scope, receive, send)
+
+    async with aiohttp.ClientSession() as session, listening(slow) as (listener, url):
+
+        async def get() -> bytes:
+            async with session.get(url) as response:
+                return await response.read()
+
+        under_way = asyncio.create_task(get())
+        async with asyncio.timeout(DEADLINE_S):
+            await arrived.wait()
+            listener.stop()
+            while True:
+                try:
+                    await talk(url)
+                except OSError:
+                    break
+                await asyncio.sleep(0.01)
+            may_answer.set()
+            assert await under_way == b"hello"
+
+
+async def test_a_stop_cuts_a_stream_that_would_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "STOP_GRACE_S", 0)
+    cut = asyncio.Event()
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cut.set()
+
+    async with aiohttp.ClientSession() as session, listening(endless) as (listener, url):
+        response = await session.get(url)
+        listener.stop()
+        async with asyncio.timeout(DEADLINE_S):
+            await cut.wait()
+        response.close()
+
+
+def test_addresses_are_told_as_this_machine_reaches_them() -> None:
+    for host, url, loopback in [
+        ("127.0.0.1", "http://127.0.0.1:", True),
+        ("0.0.0.0", "http://127.0.0.1:", False),
+        ("::1", "http://[::1]:", True),
+    ]:
+        with bind(host, 0) as bound:
+            assert origin(bound) == f"{url}{bound.getsockname()[1]}"
+            assert is_loopback(bound) is loopback

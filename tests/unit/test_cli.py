@@ -1,0 +1,385 @@
+"""The dsec command: its help, its JSON, its errors and exit codes, against a service whose edge the tests play."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from typer.testing import CliRunner
+
+from dsec.api import bodies
+from dsec.api.app import ApiServer
+from dsec.api.edges import Edges, LocalEdge
+from dsec.api.keys import Keys
+from dsec.api.listener import Listener, bind, origin
+from dsec.cli import app
+from dsec.store import Store
+from libdsec.errors import ErrorBody, ErrorEnvelope
+from libdsec.schema import (
+    CommandResult,
+    CreateItem,
+    CreateRequest,
+    DiffEntry,
+    ExecRequest,
+    KeyRequest,
+    Metrics,
+    NodeInfo,
+    ProcessInfo,
+    SandboxEvent,
+    SandboxInfo,
+    SandboxPage,
+)
+
+GONE = "sb-e1-gone0000"
+
+
+class FakeEdge:
+    """Sandboxes that exist in a dictionary; every command in them prints its arguments and exits with 3."""
+
+    def __init__(self) -> None:
+        self.sandboxes: dict[str, SandboxInfo] = {}
+        self.app = Starlette(
+            routes=[
+                Route("/v1/sandboxes", self.create, methods=["POST"]),
+                Route("/v1/sandboxes", self.list),
+                Route("/v1/sandboxes/{id}", self.show),
+                Route("/v1/sandboxes/{id}", self.stop, methods=["DELETE"]),
+                Route("/v1/sandboxes/{id}/exec", self.exec, methods=["POST"]),
+                Route("/v1/sandboxes/{id}/exec", self.commands),
+                Route("/v1/sandboxes/{id}/exec/{exec_id}", self.command),
+                Route("/v1/sandboxes/{id}/exec/{exec_id}/wait", self.wait),
+                Route("/v1/sandboxes/{id}/exec/{exec_id}/stdout", self.stdout),
+                Route("/v1/sandboxes/{id}/exec/{exec_id}/stderr", self.stderr),
+                Route("/v1/sandboxes/{id}/metrics", self.metrics),
+                Route("/v1/sandboxes/{id}/events", self.events),
+                Route("/v1/sandboxes/{id}/diff", self.diff),
+            ]
+        )
+
+    def node_info(self) -> NodeInfo:
+        return NodeInfo(
+            edge="e1", kernel="6.18", cores=2, memory=1 << 34, memory_available=1 << 33, scratch=1 << 34, scratch_used=0,
+            sandboxes={"running": len(self.sandboxes)}, features={"clone3": "yes"},
+        )  # fmt: skip
+
+    async def create(self, request: Request) -> Response:
+        wanted = await bodies.read(request, CreateRequest)
+        args = wanted.items or ([wanted.args] * wanted.count if wanted.args else [])
+        made = [self.make(each.container_image, each.labels) for each in args]
+        return lines([CreateItem(index=index, sandbox=info) for index, info in enumerate(made)])
+
+    def make(self, image: str, labels: dict[str, str]) -> SandboxInfo:
+        info = SandboxInfo(
+            id=f"sb-e1-{len(self.sandboxes):08x}", backend="container", state="running", image=image, labels=labels, created_at=1.0
+        )
+        self.sandboxes[info.id] = info
+        return info
+
+    async def list(self, request: Request) -> Response:
+        labels = dict(pair.split("=", 1) for pair in request.query_params.getlist("label"))
+        return answer(SandboxPage(sandboxes=[info for info in self.sandboxes.values() if labels.items() <= info.labels.items()]))
+
+    async def show(self, request: Request) -> Response:
+        info = self.sandboxes.get(request.path_params["id"])
+        if info is None:
+            return answer(ErrorEnvelope(ErrorBody("sandbox_not_found", "there is no such sandbox")), 404)
+        return answer(info)
+
+    async def stop(self, request: Request) -> Response:
+        stopped = msgspec.structs.replace(self.sandboxes[request.path_params["id"]], state="stopped", ended_at=2.0)
+        self.sandboxes[stopped.id] = stopped
+        return answer(stopped)
+
+    async def exec(self, request: Request) -> Response:
+        wanted = await bodies.read(request, ExecRequest)
+        if wanted.mode == "start":
+            return answer(ProcessInfo(exec_id="ex-1", argv=wanted.argv or []))
+        return answer(CommandResult(exit_code=3, stdout_bytes=" ".join(wanted.argv or []).encode() + b"\xff", exec_id="ex-1"))
+
+    async def commands(self, request: Request) -> Response:
+        return answer([ProcessInfo(exec_id="ex-1", argv=["echo", "\x1b[31mred"], running=False, exit_code=0)])
+
+    async def command(self, request: Request) -> Response:
+        return answer(ProcessInfo(exec_id="ex-1", argv=["echo"], running=False, exit_code=3, stdout_total=4))
+
+    async def wait(self, request: Request) -> Response:
+        return answer(CommandResult(exit_code=3, exec_id="ex-1"))
+
+    async def stdout(self, request: Request) -> Response:
+        return Response(b"out\xfe\n", headers={"X-DSec-Offset": "0"})
+
+    async def stderr(self, request: Request) -> Response:
+        return Response(b"err\n", headers={"X-DSec-Offset": "0"})
+
+    async def metrics(self, request: Request) -> Response:
+        return answer(
+            Metrics(at=1, cpu_s=2, memory=3, memory_peak=4, memory_limit=5, pids=6, pids_limit=7, disk=8, disk_limit=9, oom_kills=0)
+        )
+
+    async def events(self, request: Request) -> Response:
+        return lines([SandboxEvent(at=1.0, type="state", message="running")])
+
+    async def diff(self, request: Request) -> Response:
+        return lines([DiffEntry(path_bytes=b"/etc/\xff", kind="added", size=5)])
+
+
+def answer(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def lines(values: list[CreateItem] | list[SandboxEvent] | list[DiffEntry]) -> Response:
+    return Response(b"".join(msgspec.json.encode(value) + b"\n" for value in values), media_type="application/x-ndjson")
+
+
+class Service:
+    """The apiserver on a free port, served by a thread of its own."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.edge = FakeEdge()
+        self._state_dir = state_dir
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._started.wait(10)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._listener.stop)
+        self._thread.join(10)
+
+    async def _serve(self) -> None:
+        store = await Store.open("sqlite+aiosqlite://")
+        keys = Keys(store)
+        self.key = (await keys.create(KeyRequest(name="test", admin=True))).key
+        bound = bind("127.0.0.1", 0)
+        self.url = origin(bound)
+        server = ApiServer(keys, Edges([LocalEdge("e1", self.edge)]), [], state_dir=self._state_dir, metrics_public=True)
+        self._listener = Listener(server, bound)
+        self._loop = asyncio.get_running_loop()
+        running = asyncio.create_task(self._listener.run_until_stopped())
+        await self._listener.listening.wait()
+        self._started.set()
+        await running
+        await store.close()
+
+
+@pytest.fixture(scope="module")
+def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    service = Service(tmp_path_factory.mktemp("state"))
+    service.start()
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def service(_service: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
+    monkeypatch.setenv("DSEC_URL", _service.url)
+    monkeypatch.setenv("DSEC_API_KEY", _service.key)
+    _service.edge.sandboxes.clear()
+    return _service
+
+
+class Ran:
+    """What a run of the command gave."""
+
+    def __init__(self, *words: str, stdin: bytes | None = None) -> None:
+        result = CliRunner().invoke(app, list(words), input=stdin)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        self.code, self.stdout, self.stderr = result.exit_code, result.stdout, result.stderr
+
+
+def dsec(*words: str) -> subprocess.CompletedProcess[bytes]:
+    """The command as a process of its own: for what goes straight to descriptors."""
+    return subprocess.run([sys.executable, "-m", "dsec.cli", *words], capture_output=True, timeout=60, check=False)
+
+
+def every_command() -> list[tuple[str, ...]]:
+    def below(command: object, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield words
+        for name, child in getattr(command, "commands", {}).items():
+            yield from below(child, (*words, name))
+
+    return list(below(typer.main.get_command(app), ()))
+
+
+# -- help and start
+
+
+@pytest.mark.parametrize("words", every_command(), ids=" ".join)
+def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
+    ran = Ran(*words, "--help")
+    assert ran.code == 0
+    assert "Usage:" in ran.stdout
+    leaf = words and not any(other[: len(words)] == words and other != words for other in every_command())
+    assert "Example: " in ran.stdout or not leaf, "a command shows how it is used"
+
+
+def test_the_command_starts_without_importing_what_only_some_commands_need() -> None:
+    code = (
+        "import sys, dsec.cli; print([name for name in ('aiohttp', 'rich', 'sqlalchemy', 'starlette', 'msgspec') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# -- data
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("create", "debian", "--count", "3", "--label", "run=1", "--json"),
+        ("ls", "--json"),
+        ("stop", "--all", "--json"),
+        ("logs", "sb-e1-00000000", "--json"),
+        ("logs", "sb-e1-00000000", "ex-1", "--json"),
+        ("debug", "sb-e1-00000000", "--json"),
+        ("top", "--interval", "0.2", "--json"),
+        ("key", "create", "trainer", "--days", "1", "--json"),
+        ("key", "ls", "--json"),
+        ("node", "ls", "--json"),
+        ("doctor", "--server", "--json"),
+    ],
+    ids=" ".join,
+)
+def test_json_output_parses(service: Service, words: tuple[str, ...]) -> None:
+    service.edge.make("debian", {})
+    ran = Ran(*words)
+    assert ran.stderr == ""
+    assert json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize(
+    "words", [("ls",), ("logs", "sb-e1-00000000"), ("debug", "sb-e1-00000000"), ("top", "--once"), ("key", "ls"), ("node", "ls")]
+)
+def test_tables_carry_no_control_characters_of_a_sandbox(service: Service, words: tuple[str, ...]) -> None:
+    service.edge.make("deb\x1b[31mian", {"a": "\x07b"})
+    ran = Ran(*words)
+    assert (ran.code, ran.stderr) == (0, "")
+    assert "\x1b" not in ran.stdout
+    assert "\x07" not in ran.stdout
+
+
+def test_create_prints_an_id_a_line(service: Service) -> None:
+    ran = Ran("create", "debian", "-n", "3")
+    assert ran.code == 0
+    assert sorted(ran.stdout.split()) == sorted(service.edge.sandboxes)
+
+
+def test_ls_shows_no_label_of_the_commands_own(service: Service) -> None:
+    Ran("create", "debian", "-l", "run=7")
+    assert "run=7" in Ran("ls").stdout
+    assert "dsec-cli" not in Ran("ls").stdout
+
+
+def test_stop_by_label_leaves_the_others(service: Service) -> None:
+    kept, ended = service.edge.make("debian", {"run": "1"}), service.edge.make("debian", {"run": "2"})
+    assert Ran("stop", "--label", "run=2").code == 0
+    assert service.edge.sandboxes[kept.id].state == "running"
+    assert service.edge.sandboxes[ended.id].state == "stopped"
+
+
+# -- commands
+
+
+def test_exec_passes_bytes_through_and_exits_as_the_command(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    done = dsec("exec", sandbox.id, "--", "echo", "--json")
+    assert (done.returncode, done.stdout, done.stderr) == (3, b"out\xfe\n", b"err\n")
+
+
+def test_exec_as_json_has_the_output_as_text(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    ran = Ran("exec", "--json", sandbox.id, "echo", "-n")
+    assert ran.code == 3
+    assert json.loads(ran.stdout)["stdout"] == "echo -n\ufffd"
+
+
+def test_exec_in_a_fresh_sandbox_leaves_none(service: Service) -> None:
+    assert dsec("exec", "--image", "debian", "echo", "hello").returncode == 3
+    assert [info.state for info in service.edge.sandboxes.values()] == ["stopped"]
+
+
+def test_logs_shows_both_streams_apart(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    done = dsec("logs", sandbox.id, "ex-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"out\xfe\n", b"err\n")
+
+
+# -- errors
+
+
+def test_an_error_is_one_line_that_says_what_to_do(service: Service) -> None:
+    ran = Ran("exec", GONE, "true")
+    assert ran.code == 1
+    assert ran.stderr == "dsec: there is no such sandbox; `dsec ls` shows the sandboxes of this key's project\n"
+
+
+def test_a_wrong_key_says_how_to_give_one(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEC_API_KEY", "dsec_wrong")
+    ran = Ran("ls")
+    assert ran.code == 1
+    assert ran.stderr.count("\n") == 1
+    assert "DSEC_API_KEY" in ran.stderr
+
+
+def test_without_a_service_it_says_how_to_start_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DSEC_URL", raising=False)
+    monkeypatch.setenv("DSEC_CONFIG", str(tmp_path / "none.json"))
+    ran = Ran("ls")
+    assert ran.code == 1
+    assert "dsec up" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("stop",),
+        ("stop", "sb-e1-1", "--all"),
+        ("cp", "a", "b"),
+        ("cp", "sb-e1-1:/a", "sb-e1-1:/b"),
+        ("exec", "sb-e1-1"),
+        ("shell",),
+        ("nothing",),
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2(service: Service, words: tuple[str, ...]) -> None:
+    assert Ran(*words).code == 2
+
+
+def test_a_malformed_pair_is_named(service: Service) -> None:
+    ran = Ran("create", "debian", "--env", "novalue")
+    assert ran.code == 1
+    assert "novalue" in ran.stderr
+    assert not service.edge.sandboxes
+
+
+def test_shell_without_a_terminal_says_what_to_use_instead(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    ran = Ran("shell", sandbox.id)
+    assert ran.code == 1
+    assert "exec -i" in ran.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_starting_and_stopping_say_that_they_need_root(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    ran = Ran(command)
+    assert ran.code == 1
+    assert f"sudo dsec {command}" in ran.stderr
