@@ -35,7 +35,8 @@ class EdgeLink(Protocol):
 class InProcessEdge(Protocol):
     """What an edge in the same process offers (:class:`dsec.edge.Edge`)."""
 
-    app: ASGIApp
+    @property
+    def app(self) -> ASGIApp: ...
 
     def node_info(self) -> NodeInfo: ...
 

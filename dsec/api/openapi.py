@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from dsec.images.routes import RemovedBytes
 from libdsec import schema
 from libdsec.errors import ErrorEnvelope
 
@@ -60,12 +61,6 @@ class Operation(NamedTuple):
     parameters: tuple[Parameter, ...] = ()
     status: int = 200
     public: bool = False
-
-
-class RemovedBytes(msgspec.Struct, kw_only=True):
-    """The answer to a collection of unused layers."""
-
-    removed_bytes: int
 
 
 _SB = "/v1/sandboxes/{id}"
@@ -171,6 +166,12 @@ OPERATIONS: tuple[Operation, ...] = (
         for method in ("get", "head", "post", "put", "patch", "delete", "options")
     ),
     Operation("get", f"{_SB}/url/{{port}}", "A signed address of a port inside, on an origin of its own", response=_json(schema.PortUrl)),
+    Operation(
+        "get",
+        f"{_SB}/commands",
+        "The last commands as the edge remembers them, also of a failed sandbox",
+        response=_json(list[schema.ProcessInfo]),
+    ),
     Operation("get", f"{_SB}/processes", "Processes inside", response=_json(list[schema.ProcessEntry])),
     Operation("get", f"{_SB}/metrics", "What it uses now", response=_json(schema.Metrics)),
     Operation(
@@ -187,8 +188,8 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("get", "/v1/images", "List images", response=_json(schema.ImagePage), parameters=_PAGE),
     Operation("post", "/v1/images/gc", "Remove layers that nothing names or uses", response=_json(RemovedBytes)),
-    Operation("get", "/v1/images/{name}", "Show an image", response=_json(schema.ImageInfo)),
-    Operation("delete", "/v1/images/{name}", "Remove an image; refused while in use", response=_json(schema.ImageInfo)),
+    Operation("get", "/v1/images/{reference}", "Show an image", response=_json(schema.ImageInfo)),
+    Operation("delete", "/v1/images/{reference}", "Remove an image; refused while in use", response=_json(schema.ImageInfo)),
     Operation(
         "post",
         "/v1/keys",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,13 +20,11 @@ Name = Annotated[str, typer.Argument(help="name, or name@version.")]
 @app.command("import")
 def import_(
     source: Annotated[
-        str, typer.Argument(help="A directory, a tar, a `docker save` archive, an OCI layout or archive, or mmdebstrap:SUITE[,package…].")
+        str, typer.Argument(help="A directory, a tar, a `docker save` or OCI archive or layout, or mmdebstrap:SUITE?include=a,b.")
     ],
-    name: Annotated[str, typer.Option("--name", "-n", help="What the image is called; the same name again makes a new version.")],
-    kind: Annotated[str, typer.Option(help="base, workspace or toolkit.")] = "base",
-    at: Annotated[
-        str | None, typer.Option(help="Where a workspace's or toolkit's content goes, for a directory or tar without that path.")
-    ] = None,
+    name: Annotated[str, typer.Option("--name", "-n", help="What the image is called; the same name again makes its next version.")],
+    kind: Annotated[Literal["base", "workspace", "toolkit"], typer.Option(help="What it is used as.")] = "base",
+    at: Annotated[str, typer.Option(help="Where in the sandbox the content of a directory or plain tar appears.")] = "/",
     as_json: AsJson = False,
 ) -> None:
     """Make an image of something on this machine.
@@ -35,8 +33,10 @@ def import_(
     """
 
     async def run(client: DSecClient) -> None:
-        with working(f"importing {source}"):
-            info = await client.images.import_(source, name=name, kind=kind, at=at)
+        with working(f"importing {source}") as tell:
+            info = await client.images.import_(
+                source, name=name, kind=kind, at=at, progress=lambda step, done: tell(f"{step} {source}: {size(done)}")
+            )
         if as_json:
             print_json(info)
         else:
@@ -81,7 +81,7 @@ def show(name: Name) -> None:
 
 @app.command()
 def rm(name: Name, as_json: AsJson = False) -> None:
-    """Remove an image; refused while a sandbox uses it.
+    """Remove one version of an image, or all by the plain name; refused while a sandbox uses it. `dsec image gc` frees the space.
 
     Example: dsec image rm python:3.11@2
     """

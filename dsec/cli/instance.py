@@ -111,9 +111,13 @@ class UpRecord:
 
     @classmethod
     def read(cls, run_dir: Path) -> UpRecord | None:
-        """The record in ``run_dir``; None if there is none. Raises CliError for one that can't be read."""
+        """The record in ``run_dir``; None if there is none. Raises CliError for one that can't be read, or that somebody else wrote: the
+        service may make files there too, and must not choose whom root signals."""
         try:
-            raw = json.loads(cls.path(run_dir).read_bytes())
+            with open(os.open(cls.path(run_dir), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                    raise CliError(f"{cls.path(run_dir)} was not written by this user; remove it")
+                raw = json.loads(file.read())
             fields = raw.pop("instance")
             fields["run_dir"], fields["state_dir"] = Path(fields["run_dir"]), Path(fields["state_dir"])
             return cls(Instance(**fields), **raw)
@@ -204,11 +208,8 @@ def user_config_file() -> Path:
 
 def announce(client: LocalClient, run_dir: Path) -> Path | None:
     """Write both files (mode 0600, owned by the user who called). Returns the user's one, or None where it is another live instance's."""
-    own = client_file(run_dir)
-    _write_whole(own, client.encode(), mode=0o600)
     user = _invoking_user()
-    if user is not None:
-        os.chown(own, user.pw_uid, user.pw_gid)
+    _write_whole(client_file(run_dir), client.encode(), mode=0o600, owner=user)
     path = user_config_file()
     if "DSEC_CONFIG" not in os.environ and _names_other_live_instance(path, client.url):
         return None
@@ -283,13 +284,15 @@ def _acting_as(user: pwd.struct_passwd | None) -> Iterator[None]:
         os.setgroups(groups)
 
 
-def _write_whole(path: Path, content: bytes, *, mode: int) -> None:
+def _write_whole(path: Path, content: bytes, *, mode: int, owner: pwd.struct_passwd | None = None) -> None:
     """Replace a file so that no reader sees half of it, nor anybody else its content."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     with open(descriptor, "wb") as file:
         os.fchmod(file.fileno(), mode)
+        if owner is not None:
+            os.fchown(file.fileno(), owner.pw_uid, owner.pw_gid)
         file.write(content)
     partial.rename(path)
 

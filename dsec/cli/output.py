@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,10 +66,13 @@ def progress() -> Progress:
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show on stderr, where it is a terminal, that something of unknown length is being done."""
-    with console(stderr=True).status(printable(what)) if sys.stderr.isatty() else contextlib.nullcontext():
-        yield
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr, where it is a terminal, that something of unknown length is being done; what is yielded changes the words."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with console(stderr=True).status(printable(what)) as status:
+        yield lambda words: status.update(printable(words))
 
 
 def printable(text: str) -> str:

@@ -162,12 +162,14 @@ class _Service:
         (instance.run_dir / "ready").unlink(missing_ok=True)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pass_on)
-        log = None if self._log is None else self._log.open("ab")
+        log = None if self._log is None else _open_log(self._log)
         # A session of its own: Ctrl-C reaches it once, through us, and a closed terminal not at all.
         process = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, stdout=sys.stderr if log is None else log, stderr=log, start_new_session=True, cwd="/"
         )
         self._process = process
+        if log is not None:
+            os.close(log)
         record = UpRecord(instance, process.pid, inst.start_ticks(process.pid) or 0)
         record.write()
         try:
@@ -215,6 +217,11 @@ class _Service:
         self._stopping = True
         if self._process is not None:
             self._process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+
+def _open_log(path: Path) -> int:
+    """For appending; never through a link that the service put in its place."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
 
 def _print_ready(service: _Service, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
@@ -17,6 +18,9 @@ from dsec.api import openapi
 from dsec.api.app import ApiServer
 from dsec.api.edges import Edges, LocalEdge
 from dsec.api.keys import Keys
+from dsec.edge.routes import ANY, PREFIX, WEBSOCKET
+from dsec.edge.routes import routes as edge_routes
+from dsec.images.routes import ImageRoutes
 from dsec.store import Store
 from libdsec.schema import NodeInfo
 
@@ -117,10 +121,27 @@ async def test_every_route_of_the_apiserver_is_named(document: dict[str, Any], t
             assert method.lower() in document["paths"][route.path], f"{method} {route.path}"
 
 
+def test_every_route_of_the_image_store_is_named(document: dict[str, Any]) -> None:
+    for route in ImageRoutes(Mock()).routes():
+        assert isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}:
+            assert method.lower() in document["paths"][route.path.replace(":path", "")], f"{method} {route.path}"
+
+
+def test_every_route_of_the_edge_is_named_and_no_other(document: dict[str, Any]) -> None:
+    mounted = {(route.method, PREFIX + route.path.replace("...", "")) for route in edge_routes(Mock(), Mock(), Mock(), Mock(), Mock())}
+    named = {(method.upper(), path) for path, item in document["paths"].items() for method in item if path.startswith(PREFIX)}
+    whole = {path for method, path in mounted if method == ANY}
+    # A WebSocket begins as a GET; a path for any method is described with the usual ones.
+    wanted = {("GET" if method == WEBSOCKET else method, path) for method, path in mounted if path not in whole}
+    assert {(method, path) for method, path in named if path not in whole} == wanted
+    assert whole == {path for _, path in named if path in whole}
+
+
 def test_every_path_of_the_contract_is_named(document: dict[str, Any]) -> None:
     section = WIRE.read_text().partition("\n## HTTP")[2]
     cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
     paths = {path.split("?")[0] for path in re.findall(r"(?:/v1|…)/[^\s;,|]+|/healthz|/metrics|/openapi\.json", cells)}
     for path in paths:
-        tail = path.removeprefix("…").replace("/v1/keys/{id}", "/v1/keys/{key_id}")
+        tail = path.removeprefix("…").replace("/v1/keys/{id}", "/v1/keys/{key_id}").replace("/v1/images/{name}", "/v1/images/{reference}")
         assert any(known.endswith(tail) for known in document["paths"]), path
