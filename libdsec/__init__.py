@@ -35,7 +35,7 @@ from libdsec.errors import (
     Unavailable,
     Unsupported,
 )
-from libdsec.files import Files
+from libdsec.files import Files, FileWatch
 from libdsec.images import Images
 from libdsec.keys import Keys
 from libdsec.nodes import Nodes
@@ -43,6 +43,7 @@ from libdsec.process import OutputStream, Process
 from libdsec.sandbox import Sandbox, SandboxCreation
 from libdsec.schema import (
     CommandResult,
+    DiffEntry,
     DoctorReport,
     DSecContainerRunArgs,
     DSecMicroVMRunArgs,
@@ -71,12 +72,14 @@ __all__ = [
     "DSecError",
     "DSecMicroVMRunArgs",
     "DeadlineExceeded",
+    "DiffEntry",
     "DiskFull",
     "DoctorReport",
     "FileError",
     "FileEvent",
     "FileInfo",
     "FileNotFound",
+    "FileWatch",
     "Files",
     "ImageError",
     "ImageInfo",

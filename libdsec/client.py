@@ -66,17 +66,25 @@ class DSecClient:
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None, project: str | None = None) -> None:
-        address, self.api_key = resolve(url, api_key)
-        self.transport = Transport(address, self.api_key, project or os.environ.get("DSEC_PROJECT") or None)
+        address, self._api_key = resolve(url, api_key)
+        self.transport = Transport(address, self._api_key, project or os.environ.get("DSEC_PROJECT") or None)
         """For the SDK's own parts: the session with the server."""
         self.images = Images(self)
+        """The image store."""
         self.keys = Keys(self.transport)
+        """The server's API keys."""
         self.nodes = Nodes(self.transport)
+        """The machines that sandboxes run on."""
 
     @property
     def url(self) -> str:
         """The server's address."""
         return self.transport.url
+
+    @property
+    def api_key(self) -> str | None:
+        """The key that the client shows."""
+        return self._api_key
 
     async def open(self) -> None:
         """Make the client usable; nothing is sent yet. A first call opens it by itself. Safe to repeat."""
@@ -112,10 +120,6 @@ class DSecClient:
     async def run_microvm(self, args: DSecMicroVMRunArgs, *, timeout: float | None = None) -> Sandbox:
         """:meth:`run` for a microVM."""
         return await self.run(_of_kind(args, DSecMicroVMRunArgs), timeout=timeout)
-
-    async def run_owned(self, args: RunArgs, *, timeout: float | None = None) -> Sandbox:
-        """:meth:`run` for a client that serves this one sandbox only: stopping the sandbox closes the client."""
-        return Sandbox(self.transport, await self._create_one(args, timeout), own_client=self)
 
     async def _create_one(self, args: RunArgs, timeout: float | None) -> SandboxInfo:
         keyed = _with_keys([args], count=1)

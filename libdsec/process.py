@@ -30,8 +30,12 @@ class OutputStream:
     def __init__(self, transport: Transport, path: str, offset: int = 0) -> None:
         self._transport = transport
         self._path = path
-        self.offset = offset
+        self._offset = offset
+
+    @property
+    def offset(self) -> int:
         """Offset of the next byte that iteration yields."""
+        return self._offset
 
     def __call__(self, *, from_offset: int) -> OutputStream:
         """A second, independent reader of the same stream, beginning at byte ``from_offset``."""
@@ -50,11 +54,11 @@ class OutputStream:
         while True:
             started = clock()
             try:
-                url = self._transport.at(self._path, {"from_offset": self.offset})
+                url = self._transport.at(self._path, {"from_offset": self._offset})
                 async with self._transport.request("GET", url, headers={"Accept": OCTETS}) as response:
-                    self.offset = int(response.headers.get("X-DSec-Offset", self.offset))
+                    self._offset = int(response.headers.get("X-DSec-Offset", self._offset))
                     async for chunk in response.content.iter_any():
-                        self.offset += len(chunk)
+                        self._offset += len(chunk)
                         yield chunk
                 return
             except Unavailable as error:

@@ -73,11 +73,10 @@ class Sandbox:
     reached for a minute); the docstrings name what comes on top. Interrupted calls are repeated by the SDK where that is safe.
     """
 
-    def __init__(self, transport: Transport, info: SandboxInfo, *, own_client: DSecClient | None = None) -> None:
-        """Not for users: ``own_client`` is closed together with the sandbox."""
+    def __init__(self, transport: Transport, info: SandboxInfo) -> None:
         self._transport = transport
         self._info = info
-        self._own_client = own_client
+        self._own_client: DSecClient | None = None
         self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
         self._exec_url = transport.at(f"{self._path}/exec")
         self._shell_url = transport.at(f"{self._path}/shell")
@@ -441,10 +440,13 @@ class SandboxCreation(contextlib.AbstractAsyncContextManager[Sandbox]):
 
         client = DSecClient()
         try:
-            return await client.run_owned(self._args, timeout=self._timeout)
+            sandbox = await client.run(self._args, timeout=self._timeout)
         except BaseException:
             await client.close()
             raise
+        # From now on stopping the sandbox closes its client.
+        sandbox._own_client = client
+        return sandbox
 
     async def __aenter__(self) -> Sandbox:
         self._sandbox = await self._create()
