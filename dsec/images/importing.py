@@ -145,9 +145,7 @@ class Importer:
     ) -> tuple[list[LayerInfo], ImageConfig]:
         budget = Budget(self._limits.unpacked, "the unpacked archive")
         plain = await self._decompress(received, workspace, budget, tell)
-        kind = request.format
-        if kind is None:
-            kind = await asyncio.to_thread(_detect, plain.path, request.at)
+        kind = await asyncio.to_thread(_format_of, plain.path, request)
         if kind == "tar":
             archive = _Archive(plain.path, plain.size, plain.digest)
             return [await self._layer([archive], request.at, workspace, tell, pin)], ImageConfig()
@@ -231,9 +229,11 @@ def conversion_key(archives: Sequence[str], at: str) -> str:
     return hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()
 
 
-def _detect(path: Path, at: str) -> Format:
-    """What a plain archive is, where the caller didn't say. One that is to be placed somewhere can only be a tar."""
-    if at != "/":
+def _format_of(path: Path, request: ImportRequest) -> Format:
+    """What a plain archive is: as the caller says, else a tar if it is to be placed somewhere, else what it looks like."""
+    if request.format is not None:
+        return request.format
+    if request.at != "/":
         return "tar"
     with path.open("rb") as archive:
         return detect_format(archive)

@@ -35,6 +35,8 @@ pub struct Converted {
     /// None: no file has data, and no blob is needed.
     pub blob: Option<BlobRef>,
     pub blob_file: File,
+    /// `blob_file` is the spare file, not the first one.
+    pub compacted: bool,
     pub entries: u64,
     pub dropped_xattrs: u64,
 }
@@ -199,28 +201,28 @@ impl Converter {
         segments: &[Segment],
     ) -> Result<LeafKind> {
         let mut writer = FileWriter::new(&mut self.blob, size, segments);
+        self.arena.charge_data(writer.stored_bytes(segments))?;
         self.arena
             .charge_meta(writer.chunks().saturating_mul(CHUNK_INDEX))?;
         for (offset, length) in segments {
-            self.arena.charge_data(*length)?;
             writer.seek(*offset)?;
             archive.read_payload(*length, &mut |part| writer.append(part))?;
         }
         writer.finish().map(LeafKind::File)
     }
 
-    /// Ends the layer. `new_file` makes another empty file for the blob, if it must be written again.
-    pub fn finish(mut self, new_file: impl FnOnce() -> Result<File>) -> Result<Converted> {
+    /// Ends the layer. Where replaced files have left much dead data, the blob is written once more, without it, to the empty file `spare`.
+    pub fn finish(mut self, spare: File) -> Result<Converted> {
         let root = self.tree.take().unwrap_or_default();
         let (mut blob_file, mut digest, mut length) = self.blob.finish()?;
         let live = live_leaves(&root, self.arena.leaves.len());
         let live_blocks: u64 = live.iter().map(|id| blocks(&self.arena.leaves[*id])).sum();
         let dead_blocks = length / BLOCK - live_blocks;
-        if dead_blocks > 0 && dead_blocks >= length / BLOCK / DEAD_FRACTION {
-            let compacted = BlobWriter::new(new_file()?);
-            let old = &mut blob_file;
-            let compacted = compact(&mut self.arena.leaves, &live, old, compacted)?;
-            (blob_file, digest, length) = compacted.finish()?;
+        let compacted = dead_blocks > 0 && dead_blocks >= length / BLOCK / DEAD_FRACTION;
+        if compacted {
+            let leaves = &mut self.arena.leaves;
+            let written = compact(leaves, &live, &mut blob_file, BlobWriter::new(spare))?;
+            (blob_file, digest, length) = written.finish()?;
         }
         let blob = (length > 0).then_some(BlobRef {
             digest,
@@ -236,6 +238,7 @@ impl Converter {
             metadata,
             blob,
             blob_file,
+            compacted,
             entries: self.entries,
             dropped_xattrs: self.dropped_xattrs,
         })
@@ -258,24 +261,20 @@ fn blocks(leaf: &Leaf) -> u64 {
     }
 }
 
-/// The leaves that a name leads to, in the order of the tree.
+/// The leaves that a name leads to, in the order of the archives.
 fn live_leaves(root: &Directory, count: usize) -> Vec<usize> {
-    let mut seen = vec![false; count];
-    let mut live = Vec::new();
+    let mut live = vec![false; count];
     let mut pending = vec![root];
     while let Some(directory) = pending.pop() {
         for node in directory.children.values() {
             match node {
                 Node::Directory(child) => pending.push(child),
-                Node::Leaf(id) if !seen[*id] => {
-                    seen[*id] = true;
-                    live.push(*id);
-                }
-                Node::Leaf(_) | Node::Whiteout => {}
+                Node::Leaf(id) => live[*id] = true,
+                Node::Whiteout => {}
             }
         }
     }
-    live
+    (0..count).filter(|id| live[*id]).collect()
 }
 
 /// Copies what live files have in the blob `old` to `new`, and makes them point there.

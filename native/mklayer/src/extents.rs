@@ -57,17 +57,22 @@ pub fn best_chunk_bits(size: u64, segments: &[Segment]) -> u32 {
     }
     (BLOCK_BITS..=whole)
         .min_by_key(|bits| {
-            let chunk = 1_u64 << bits;
-            let mut stored = 0;
-            let mut next = 0;
-            for (offset, length) in segments {
-                let first = (offset >> bits).max(next);
-                next = next.max(((offset + length - 1) >> bits) + 1);
-                stored += ((next << bits).min(size)).saturating_sub(first << bits);
-            }
-            stored + size.div_ceil(chunk) * CHUNK_INDEX
+            stored_bytes(size, segments, *bits) + size.div_ceil(1 << bits) * CHUNK_INDEX
         })
         .unwrap_or(whole)
+}
+
+/// Bytes that the chunks which hold data take in the blob.
+fn stored_bytes(size: u64, segments: &[Segment], chunk_bits: u32) -> u64 {
+    let mut stored = 0;
+    let mut next = 0;
+    for (offset, length) in segments {
+        let first = (offset >> chunk_bits).max(next);
+        next = next.max(((offset + length - 1) >> chunk_bits) + 1);
+        let end = (next << chunk_bits).min(size.next_multiple_of(BLOCK));
+        stored += end.saturating_sub(first << chunk_bits);
+    }
+    stored
 }
 
 /// Takes the data of a file's segments in order and lays them out in the blob.
@@ -90,6 +95,11 @@ impl<'a> FileWriter<'a> {
             },
             written: 0,
         }
+    }
+
+    /// Bytes that the file will take in the blob.
+    pub fn stored_bytes(&self, segments: &[Segment]) -> u64 {
+        stored_bytes(self.data.size, segments, self.data.chunk_bits)
     }
 
     /// Chunks that the file will have, holes included.

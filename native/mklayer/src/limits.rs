@@ -20,7 +20,7 @@ pub struct Limits {
     pub entries: u64,
     /// Directories below each other.
     pub depth: usize,
-    /// Bytes of file content of all archives together.
+    /// Bytes that the file contents of all archives together take in the blob.
     pub data_bytes: u64,
     /// Bytes of the metadata file; also what names, xattrs and extents may take in memory while the archives are read.
     pub meta_bytes: u64,

@@ -3,12 +3,14 @@
 //! The design has layers made by mkfs.erofs. This program stands in for it: Debian 12's version (1.5) can't read tars, and unpacking one to
 //! disk faithfully (owners, devices, capabilities) needs root. Writing the format directly needs neither, reads every byte once, and hands the
 //! kernel only what this program itself has composed: nothing of the archive is taken over but names, numbers and contents, each checked.
+//! Before it reads anything it gives up every system call but those for its open files (`confine`).
 //!
 //! Several archives are collapsed into one layer, lowest first; whiteouts are kept as overlayfs wants them.
 //! Result: one JSON line on stdout. Errors: one line on stderr, no output files, exit code 1 (archive refused), 2 (usage), 3 (system).
 
 mod archive;
 mod blob;
+mod confine;
 mod convert;
 mod erofs;
 mod error;
@@ -20,6 +22,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
+use confine::confine;
 use convert::{Converted, Converter};
 use error::{LayerError, Result};
 use limits::Limits;
@@ -104,6 +107,18 @@ impl Output {
     }
 }
 
+impl Output {
+    /// Puts the file in the place of another one, to which it belongs from here on.
+    fn rename(&mut self, path: &Path) -> Result<()> {
+        fs::rename(&self.path, path).map_err(|source| LayerError::Io {
+            what: format!("replacing {}", path.display()),
+            source,
+        })?;
+        self.kept = true;
+        Ok(())
+    }
+}
+
 impl Drop for Output {
     fn drop(&mut self) {
         if !self.kept {
@@ -125,35 +140,32 @@ fn open_archive(path: &Path) -> Result<Box<dyn Read>> {
 }
 
 fn run(options: &Options) -> Result<String> {
-    let (mut blob_output, blob_file) = Output::create(&options.blob)?;
-    let mut converter = Converter::new(options.limits.clone(), &options.at, blob_file)?;
-    for path in &options.archives {
-        converter.add_layer(open_archive(path)?)?;
-    }
-    // Where replaced files have left much dead data, the blob is written once more without it.
-    let compacted_path = options.blob.with_extension("compact");
-    let mut compacted_output = None;
-    let converted = converter.finish(|| {
-        let (output, file) = Output::create(&compacted_path)?;
-        compacted_output = Some(output);
-        Ok(file)
-    })?;
-    if let Some(output) = &mut compacted_output {
-        fs::rename(&output.path, &blob_output.path).map_err(|source| LayerError::Io {
-            what: "replacing the data blob".into(),
-            source,
-        })?;
-        output.kept = true;
-    }
+    let archives = options
+        .archives
+        .iter()
+        .map(|path| open_archive(path))
+        .collect::<Result<Vec<_>>>()?;
     let (mut meta_output, mut meta_file) = Output::create(&options.meta)?;
-    let written = meta_file
+    let (mut blob_output, blob_file) = Output::create(&options.blob)?;
+    let (mut spare_output, spare_file) = Output::create(&options.blob.with_extension("spare"))?;
+    confine(&options.limits)?;
+
+    let mut converter = Converter::new(options.limits.clone(), &options.at, blob_file)?;
+    for archive in archives {
+        converter.add_layer(archive)?;
+    }
+    let converted = converter.finish(spare_file)?;
+    meta_file
         .write_all(&converted.metadata.image)
         .and_then(|()| meta_file.sync_all())
-        .and_then(|()| converted.blob_file.sync_all());
-    written.map_err(|source| LayerError::Io {
-        what: "writing the layer".into(),
-        source,
-    })?;
+        .and_then(|()| converted.blob_file.sync_all())
+        .map_err(|source| LayerError::Io {
+            what: "writing the layer".into(),
+            source,
+        })?;
+    if converted.compacted {
+        spare_output.rename(&blob_output.path)?;
+    }
     meta_output.kept = true;
     blob_output.kept = converted.blob.is_some();
     Ok(report(&converted))

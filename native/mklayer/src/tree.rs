@@ -199,7 +199,7 @@ impl Arena {
         self.data_bytes = self.data_bytes.saturating_add(bytes);
         if self.data_bytes > self.limits.data_bytes {
             return Err(LayerError::input(format!(
-                "more than {} bytes of file content",
+                "file contents exceed {} bytes",
                 self.limits.data_bytes
             )));
         }
