@@ -6,6 +6,7 @@ under an incident id, and the caller gets the id.
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Mapping
 
@@ -59,7 +60,7 @@ class ErrorBoundary:
             await response.fail(known)
         finally:
             _open_requests.dec()
-            _requests.labels(_area(scope["path"]), response.status).inc()
+            _requests_of(_area(scope["path"]), response.status).inc()
 
 
 class _Response:
@@ -129,6 +130,12 @@ def _incident(error: Exception, scope: Scope) -> DSecError:
     incident = secrets.token_hex(6)
     _log.error("request failed", incident=incident, method=scope.get("method"), path=scope["path"], exc_info=error)
     return DSecError(f"something broke on our side; the service's log tells more under incident {incident}", reason=incident)
+
+
+@functools.cache
+def _requests_of(area: str, status: int) -> Counter:
+    """One series of the counter; looking it up by label anew costs more than counting."""
+    return _requests.labels(area, status)
 
 
 def _area(path: str) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import termios
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,7 +20,7 @@ import pytest
 import typer
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
@@ -51,6 +55,10 @@ class FakeEdge:
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, SandboxInfo] = {}
+        self.typed = b""
+        self.killed = False
+        self.silent = False
+        self.ended = asyncio.Event()
         self.app = Starlette(
             routes=[
                 Route("/v1/sandboxes", self.create, methods=["POST"]),
@@ -63,6 +71,8 @@ class FakeEdge:
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/wait", self.wait),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/stdout", self.stdout),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/stderr", self.stderr),
+                Route("/v1/sandboxes/{id}/exec/{exec_id}/stdin", self.stdin, methods=["PUT"]),
+                Route("/v1/sandboxes/{id}/exec/{exec_id}/signal", self.signal, methods=["POST"]),
                 Route("/v1/sandboxes/{id}/metrics", self.metrics),
                 Route("/v1/sandboxes/{id}/events", self.events),
                 Route("/v1/sandboxes/{id}/diff", self.diff),
@@ -118,8 +128,25 @@ class FakeEdge:
     async def wait(self, request: Request) -> Response:
         return answer(CommandResult(exit_code=3, exec_id="ex-1"))
 
+    async def stdin(self, request: Request) -> Response:
+        self.typed += await request.body()
+        if b"exit\r" in self.typed:
+            self.ended.set()
+        return Response(status_code=204)
+
+    async def signal(self, request: Request) -> Response:
+        self.killed = True
+        self.ended.set()
+        return Response(status_code=204)
+
     async def stdout(self, request: Request) -> Response:
+        if self.silent:
+            return StreamingResponse(self.prompt(), headers={"X-DSec-Offset": "0"})
         return Response(b"out\xfe\n", headers={"X-DSec-Offset": "0"})
+
+    async def prompt(self) -> AsyncIterator[bytes]:
+        yield b"prompt$ "
+        await self.ended.wait()
 
     async def stderr(self, request: Request) -> Response:
         return Response(b"err\n", headers={"X-DSec-Offset": "0"})
@@ -375,6 +402,67 @@ def test_shell_without_a_terminal_says_what_to_use_instead(service: Service) -> 
     ran = Ran("shell", sandbox.id)
     assert ran.code == 1
     assert "exec -i" in ran.stderr
+
+
+class Terminal:
+    """The command on a terminal of its own, which the test sees from the other side."""
+
+    def __init__(self, *words: str) -> None:
+        self._ours, self._theirs = os.openpty()
+        self.before = termios.tcgetattr(self._theirs)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dsec.cli", *words], stdin=self._theirs, stdout=self._theirs, stderr=self._theirs, start_new_session=True
+        )
+
+    def expect(self, words: bytes, seen: bytes = b"") -> bytes:
+        deadline = time.monotonic() + 20
+        while words not in seen:
+            assert select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))[0], seen
+            seen += os.read(self._ours, 4096)
+        return seen
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._ours, keys)
+
+    @property
+    def settings(self) -> list[object]:
+        return termios.tcgetattr(self._theirs)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+@pytest.fixture
+def terminal(service: Service) -> Iterator[Terminal]:
+    service.edge.silent, service.edge.killed, service.edge.typed = True, False, b""
+    service.edge.ended = asyncio.Event()
+    opened = Terminal("shell", service.edge.make("debian", {}).id)
+    yield opened
+    opened.close()
+    service.edge.silent = False
+
+
+def test_a_shell_passes_every_key_and_puts_the_terminal_back(service: Service, terminal: Terminal) -> None:
+    terminal.expect(b"prompt$ ")
+    assert terminal.settings != terminal.before, "raw while it runs"
+    terminal.type(b"\x03\x1a\x04exit\r")
+    assert terminal.process.wait(20) == 3
+    assert service.edge.typed == b"\x03\x1a\x04exit\r", "Ctrl-C, Ctrl-Z and Ctrl-D go to the other side"
+    assert terminal.settings == terminal.before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_shell_that_is_ended_from_outside_ends_its_command_and_puts_the_terminal_back(
+    service: Service, terminal: Terminal, number: signal.Signals
+) -> None:
+    terminal.expect(b"prompt$ ")
+    terminal.process.send_signal(number)
+    assert terminal.process.wait(20) == 130
+    assert service.edge.killed
+    assert terminal.settings == terminal.before
 
 
 @pytest.mark.parametrize("command", ["up", "down"])
