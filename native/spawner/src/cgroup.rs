@@ -1,0 +1,367 @@
+//! Control groups of sandboxes: the one module that knows v1, hybrid and v2.
+//!
+//! Every sandbox has a directory named by its id in each hierarchy used. The v2 directory (also on hybrid hosts, where it has no controllers)
+//! belongs to the sandbox's chronus, which makes a child for each command: cgroup.kill then ends exactly that command's processes.
+//! Devices are limited once, on the root group: no sandbox may loosen it and none needs its own list.
+
+use std::ffi::{CStr, CString};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::sysapi;
+
+/// Docker's seven: null, zero, full, random, urandom, tty, ptmx (and the terminals behind it).
+const DEVICES: &[&str] = &[
+    "c 1:3 rwm", "c 1:5 rwm", "c 1:7 rwm", "c 1:8 rwm", "c 1:9 rwm", "c 5:0 rwm", "c 5:2 rwm", "c 136:* rwm",
+];
+
+/// Scheduler period of a CPU quota, the kernel's default.
+const PERIOD_US: u64 = 100_000;
+
+/// How long a directory may stay busy (its last processes are on their way out) before it is reported.
+const BUSY_DEADLINE: Duration = Duration::from_secs(10);
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    V1,
+    V2,
+    Hybrid,
+}
+
+impl Mode {
+    pub fn name(self) -> &'static str {
+        match self {
+            Mode::V1 => "v1",
+            Mode::V2 => "v2",
+            Mode::Hybrid => "hybrid",
+        }
+    }
+}
+
+/// One v1 hierarchy: its controllers and the instance's root group in it.
+struct Hierarchy {
+    controllers: Vec<String>,
+    root: OwnedFd,
+}
+
+impl Hierarchy {
+    fn has(&self, controller: &str) -> bool {
+        self.controllers.iter().any(|name| name == controller)
+    }
+}
+
+/// The instance's root groups, by open descriptors: nothing here needs /sys/fs/cgroup to stay mounted where the spawner lives.
+pub struct Cgroups {
+    v1: Vec<Hierarchy>,
+    v2: Option<OwnedFd>,
+    pub mode: Mode,
+}
+
+/// What limits a sandbox; None leaves a limit as it is.
+#[derive(Default, Clone, Copy, Debug)]
+pub struct Limits {
+    pub memory: Option<u64>,
+    /// Thousandths of a CPU; 0: no quota.
+    pub cpu_millis: Option<u64>,
+    pub pids: Option<u64>,
+}
+
+/// What a sandbox used, read just before its groups go.
+#[derive(Default, Clone, Copy, Debug)]
+pub struct Figures {
+    pub cpu_us: u64,
+    pub memory_peak: u64,
+    pub oom_kills: u64,
+}
+
+/// Whether `name` may name a group: a single path component of the sandboxes' own alphabet.
+pub fn is_group_name(name: &str) -> bool {
+    name.starts_with("sb-") && (8..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+}
+
+fn text(value: &str) -> CString {
+    CString::new(value).unwrap_or_default()
+}
+
+/// Mount points of cgroup hierarchies: (mount point, None for v2 or the v1 controllers).
+fn mounted() -> io::Result<Vec<(String, Option<Vec<String>>)>> {
+    let mut found = Vec::new();
+    for line in std::fs::read_to_string("/proc/self/mounts")?.lines() {
+        let fields: Vec<&str> = line.split(' ').collect();
+        let [_, point, kind, options, ..] = fields[..] else {
+            continue;
+        };
+        match kind {
+            "cgroup2" => found.push((point.to_owned(), None)),
+            "cgroup" => found.push((point.to_owned(), Some(options.split(',').map(str::to_owned).collect()))),
+            _ => {}
+        }
+    }
+    Ok(found)
+}
+
+impl Cgroups {
+    /// Opens (and makes, where missing) the root group `name` in every hierarchy that matters.
+    pub fn open(name: &str) -> io::Result<Self> {
+        let mut v1 = Vec::new();
+        let mut v2 = None;
+        for (point, controllers) in mounted()? {
+            let wanted = controllers
+                .as_ref()
+                .is_none_or(|names| ["memory", "cpu", "cpuacct", "pids", "devices"].iter().any(|one| names.iter().any(|name| name == one)));
+            if !wanted {
+                continue;
+            }
+            let path = Path::new(&point).join(name);
+            match std::fs::create_dir(&path) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
+            let root = OwnedFd::from(std::fs::File::open(&path)?);
+            match controllers {
+                Some(controllers) => v1.push(Hierarchy { controllers, root }),
+                None => {
+                    // Only what is the v2 tree's own here can be switched on: on hybrid hosts none of the three is.
+                    for controller in ["+memory", "+pids", "+cpu"] {
+                        let _ = std::fs::write(Path::new(&point).join("cgroup.subtree_control"), controller);
+                        let _ = sysapi::write_at(root.as_raw_fd(), c"cgroup.subtree_control", controller.as_bytes());
+                    }
+                    v2 = Some(root);
+                }
+            }
+        }
+        let mode = match (v1.is_empty(), v2.is_some()) {
+            (true, true) => Mode::V2,
+            (false, true) => Mode::Hybrid,
+            (false, false) => Mode::V1,
+            (true, false) => return Err(io::Error::other("no cgroup hierarchy is mounted below /sys/fs/cgroup")),
+        };
+        let groups = Cgroups { v1, v2, mode };
+        groups.limit_devices()?;
+        Ok(groups)
+    }
+
+    fn limit_devices(&self) -> io::Result<()> {
+        if let Some(hierarchy) = self.v1.iter().find(|one| one.has("devices")) {
+            let root = hierarchy.root.as_raw_fd();
+            // A group that already has children refuses a new list; then an earlier spawner of this instance wrote it.
+            if sysapi::write_at(root, c"devices.deny", b"a").is_ok() {
+                for device in DEVICES {
+                    sysapi::write_at(root, c"devices.allow", device.as_bytes())?;
+                }
+            }
+        }
+        if let Some(hierarchy) = self.v1.iter().find(|one| one.has("memory")) {
+            // Kernels before 5.11 count children only when told; later ones always do and refuse the write.
+            let _ = sysapi::write_at(hierarchy.root.as_raw_fd(), c"memory.use_hierarchy", b"1");
+        }
+        Ok(())
+    }
+
+    /// Hierarchies in which each sandbox has a directory.
+    fn per_sandbox(&self) -> impl Iterator<Item = &Hierarchy> {
+        self.v1.iter().filter(|one| !one.has("devices"))
+    }
+
+    fn roots(&self) -> impl Iterator<Item = RawFd> + '_ {
+        self.per_sandbox().map(|one| one.root.as_raw_fd()).chain(self.v2.iter().map(AsRawFd::as_raw_fd))
+    }
+
+    fn controller(&self, controller: &str) -> Option<(RawFd, bool)> {
+        match self.v1.iter().find(|one| one.has(controller)) {
+            Some(hierarchy) => Some((hierarchy.root.as_raw_fd(), false)),
+            None if self.mode == Mode::V2 => self.v2.as_ref().map(|root| (root.as_raw_fd(), true)),
+            None => None,
+        }
+    }
+
+    /// Makes a sandbox's groups, sets its limits, and gives its v2 directory to `owner`, its chronus. The v2 directory's descriptor is returned.
+    pub fn create(&self, id: &str, limits: Limits, owner: u32) -> io::Result<Option<OwnedFd>> {
+        let name = text(id);
+        for root in self.roots() {
+            sysapi::make_dir_at(root, &name, 0o755)?;
+        }
+        self.set(id, limits)?;
+        let Some(v2) = &self.v2 else {
+            return Ok(None);
+        };
+        let dir = sysapi::open_at(v2.as_raw_fd(), &name, libc::O_RDONLY | libc::O_DIRECTORY)?;
+        for file in [c"", c"cgroup.procs", c"cgroup.threads", c"cgroup.subtree_control"] {
+            sysapi::chown_at(dir.as_raw_fd(), file, owner, owner)?;
+        }
+        Ok(Some(dir))
+    }
+
+    pub fn set(&self, id: &str, limits: Limits) -> io::Result<()> {
+        let write = |root: RawFd, file: &str, value: &str| {
+            sysapi::write_at(root, &text(&format!("{id}/{file}")), value.as_bytes())
+                .map_err(|error| io::Error::new(error.kind(), format!("{file}={value}: {error}")))
+        };
+        if let (Some(bytes), Some((root, v2))) = (limits.memory, self.controller("memory")) {
+            if v2 {
+                write(root, "memory.max", &bytes.to_string())?;
+                let _ = write(root, "memory.swap.max", "0");
+            } else {
+                write(root, "memory.limit_in_bytes", &bytes.to_string())?;
+                let _ = write(root, "memory.memsw.limit_in_bytes", &bytes.to_string());
+                write(root, "memory.swappiness", "0")?;
+            }
+        }
+        if let (Some(count), Some((root, _))) = (limits.pids, self.controller("pids")) {
+            write(root, "pids.max", &count.to_string())?;
+        }
+        if let (Some(millis), Some((root, v2))) = (limits.cpu_millis, self.controller("cpu")) {
+            let quota = millis * PERIOD_US / 1000;
+            match (v2, millis) {
+                (true, 0) => write(root, "cpu.max", "max")?,
+                (true, _) => write(root, "cpu.max", &format!("{quota} {PERIOD_US}"))?,
+                // A fresh group has no quota, and writing one walks the tree of groups: left out where it says nothing new.
+                (false, 0) => {
+                    let file = text(&format!("{id}/cpu.cfs_quota_us"));
+                    if sysapi::read_at(root, &file).is_ok_and(|now| now.trim() != "-1") {
+                        write(root, "cpu.cfs_quota_us", "-1")?;
+                    }
+                }
+                (false, _) => write(root, "cpu.cfs_quota_us", &quota.to_string())?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves a process into the sandbox's v1 groups. The v2 one it was born in (or moves to, where clone couldn't).
+    pub fn attach(&self, id: &str, pid: i32, born_in_v2: bool) -> io::Result<()> {
+        let procs = text(&format!("{id}/cgroup.procs"));
+        for hierarchy in self.per_sandbox() {
+            sysapi::write_at(hierarchy.root.as_raw_fd(), &procs, pid.to_string().as_bytes())?;
+        }
+        if let Some(hierarchy) = self.v1.iter().find(|one| one.has("devices")) {
+            sysapi::write_at(hierarchy.root.as_raw_fd(), c"cgroup.procs", pid.to_string().as_bytes())?;
+        }
+        match (&self.v2, born_in_v2) {
+            (Some(root), false) => sysapi::write_at(root.as_raw_fd(), &procs, pid.to_string().as_bytes()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Kills everything in the sandbox's group. False where the host has no cgroup.kill: its first process takes the rest along.
+    pub fn kill(&self, id: &str) -> bool {
+        let file = text(&format!("{id}/cgroup.kill"));
+        self.v2.as_ref().is_some_and(|root| sysapi::write_at(root.as_raw_fd(), &file, b"1").is_ok())
+    }
+
+    pub fn figures(&self, id: &str) -> Figures {
+        let read = |root: RawFd, file: &str| sysapi::read_at(root, &text(&format!("{id}/{file}"))).ok();
+        let mut figures = Figures::default();
+        if let Some(root) = &self.v2 {
+            figures.cpu_us = read(root.as_raw_fd(), "cpu.stat").and_then(|stat| keyed(&stat, "usage_usec")).unwrap_or(0);
+        }
+        if figures.cpu_us == 0 {
+            if let Some((root, false)) = self.controller("cpuacct") {
+                figures.cpu_us = read(root, "cpuacct.usage").and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0) / 1000;
+            }
+        }
+        if let Some((root, v2)) = self.controller("memory") {
+            let (peak, events) = if v2 { ("memory.peak", "memory.events") } else { ("memory.max_usage_in_bytes", "memory.oom_control") };
+            figures.memory_peak = read(root, peak).and_then(|value| value.trim().parse().ok()).unwrap_or(0);
+            figures.oom_kills = read(root, events).and_then(|value| keyed(&value, "oom_kill")).unwrap_or(0);
+        }
+        figures
+    }
+
+    /// Removes every group of the sandbox; waits for processes that are on their way out.
+    pub fn remove(&self, id: &str) -> io::Result<()> {
+        let name = text(id);
+        let end = Instant::now() + BUSY_DEADLINE;
+        for root in self.roots() {
+            loop {
+                match remove_tree(root, &name) {
+                    Ok(()) => break,
+                    Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end => {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sandboxes that have a group in some hierarchy.
+    pub fn list(&self) -> Vec<String> {
+        let mut names: Vec<String> =
+            self.roots().flat_map(|root| sysapi::names_in(root).unwrap_or_default()).filter(|name| is_group_name(name)).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
+    /// Processes in the sandbox's group and below, as the kernel lists them.
+    pub fn pids(&self, id: &str) -> Vec<i32> {
+        let mut pids = Vec::new();
+        for root in self.roots() {
+            let content = sysapi::read_at(root, &text(&format!("{id}/cgroup.procs"))).unwrap_or_default();
+            pids.extend(content.lines().filter_map(|line| line.parse::<i32>().ok()));
+        }
+        pids.sort_unstable();
+        pids.dedup();
+        pids
+    }
+}
+
+/// Removes a group and its children, deepest first. One that isn't there is fine.
+fn remove_tree(parent: RawFd, name: &CStr) -> io::Result<()> {
+    match sysapi::remove_dir_at(parent, name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
+        other => return other,
+    }
+    let dir = match sysapi::open_at(parent, name, libc::O_RDONLY | libc::O_DIRECTORY) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    for entry in std::fs::read_dir(format!("/proc/self/fd/{}", dir.as_raw_fd()))?.flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_tree(dir.as_raw_fd(), &text(&entry.file_name().to_string_lossy()))?;
+        }
+    }
+    match sysapi::remove_dir_at(parent, name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// The number behind `key` in lines of `key value`.
+fn keyed(text: &str, key: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.split_once(' ').filter(|(name, _)| *name == key)?.1.trim().parse().ok())
+}
+
+/// Removes the instance's root groups everywhere (they must be empty of sandboxes).
+pub fn remove_roots(name: &str) -> io::Result<()> {
+    let name = text(name);
+    for (point, _) in mounted()? {
+        let parent = OwnedFd::from(std::fs::File::open(&point)?);
+        remove_tree(parent.as_raw_fd(), &name)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_stay_single_components() {
+        assert!(is_group_name("sb-e1-0123456789abcdef"));
+        for bad in ["", "sb-", "../sb-aaaaaaa", "sb-e1/..", "sb-E1-aaaaaa", "xx-e1-aaaaaaaa", "sb-e1-aaaa\0aaaa"] {
+            assert!(!is_group_name(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn keyed_values_are_found() {
+        assert_eq!(keyed("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n", "oom_kill"), Some(3));
+        assert_eq!(keyed("usage_usec 17\n", "nope"), None);
+    }
+}

@@ -1,0 +1,325 @@
+//! Making one sandbox: cgroups, writable layer, socket, namespaces, mounts, chronus. Whatever fails takes back what was made before it.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixListener;
+use std::time::Instant;
+
+use wire::value::Writer;
+
+use crate::cgroup::Limits;
+use crate::child::{self, Plan};
+use crate::layers::TreeSpec;
+use crate::node::Node;
+use crate::scratch::Record;
+use crate::sysapi::{self, check, CloneArgs, CLONE_INTO_CGROUP};
+use crate::{covers, seccomp};
+
+/// Ids of one sandbox: 65,536 of its own, room for extra ones, and chronus' as the last.
+pub const IDS_PER_SANDBOX: u32 = 65_792;
+const PLAIN_IDS: u32 = 65_536;
+pub const MAX_EXTRA_IDS: usize = 100;
+
+/// How long a child may take from its birth to the exec of chronus.
+const CHILD_DEADLINE_MS: libc::c_int = 10_000;
+
+/// What is asked for, checked by the server.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    pub id: String,
+    /// Metadata digests, the top layer first.
+    pub layers: Vec<String>,
+    pub hostname: String,
+    pub memory: u64,
+    pub cpu_millis: u64,
+    pub pids: u64,
+    pub disk: u64,
+    pub extra_ids: Vec<u32>,
+    /// Bytes that chronus keeps of each stream after they were sent.
+    pub history: u64,
+}
+
+/// A sandbox that runs.
+#[derive(Debug)]
+pub struct Created {
+    pub pid: i32,
+    pub pidfd: OwnedFd,
+    /// Step to microseconds.
+    pub timings: Vec<(&'static str, u64)>,
+}
+
+/// Low descriptor numbers of one creating thread, so that a child's copy of the table stays short however many sandboxes live.
+pub struct Creator {
+    base: RawFd,
+}
+
+/// Descriptors that a creator hands to its child, by place in its block.
+const PLACES: RawFd = 5;
+const FIRST_BLOCK: RawFd = 16;
+
+impl Creator {
+    /// The creator number `index` (0 or 1, …): must be made before other descriptors fill the low numbers.
+    pub fn reserve(index: usize, null: &File) -> io::Result<Self> {
+        let base = FIRST_BLOCK + index as RawFd * PLACES;
+        let creator = Creator { base };
+        creator.clear(null.as_raw_fd())?;
+        Ok(creator)
+    }
+
+    fn clear(&self, null: RawFd) -> io::Result<()> {
+        (0..PLACES).try_for_each(|place| duplicate(null, self.base + place))
+    }
+
+    fn place(&self, place: RawFd, source: RawFd) -> io::Result<RawFd> {
+        duplicate(source, self.base + place)?;
+        Ok(self.base + place)
+    }
+}
+
+fn duplicate(source: RawFd, target: RawFd) -> io::Result<()> {
+    // SAFETY: plain integers.
+    check(libc::c_long::from(unsafe { libc::dup3(source, target, libc::O_CLOEXEC) })).map(drop)
+}
+
+/// Keeps capabilities when this thread changes its user id, so that it can be born into a sandbox's own id and come back.
+pub fn keep_capabilities() -> io::Result<()> {
+    const SECBIT_NO_SETUID_FIXUP: libc::c_int = 1 << 2;
+    // SAFETY: plain integers.
+    check(libc::c_long::from(unsafe { libc::prctl(libc::PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP, 0, 0, 0) })).map(drop)
+}
+
+/// Sets this thread's ids (libc's functions would change every thread's).
+fn become_id(id: u32) -> io::Result<()> {
+    // SAFETY: plain integers.
+    unsafe {
+        check(libc::syscall(libc::SYS_setresgid, id, id, id))?;
+        check(libc::syscall(libc::SYS_setresuid, id, id, id)).map(drop)
+    }
+}
+
+struct Clock {
+    last: Instant,
+    timings: Vec<(&'static str, u64)>,
+}
+
+impl Clock {
+    fn mark(&mut self, step: &'static str) {
+        let now = Instant::now();
+        self.timings.push((step, (now - self.last).as_micros() as u64));
+        self.last = now;
+    }
+}
+
+/// Makes the sandbox in `slot`. On failure nothing of it is left.
+pub fn create(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Result<Created> {
+    let result = assemble(node, creator, spec, slot);
+    let _ = creator.clear(node.null.as_raw_fd());
+    if result.is_err() {
+        crate::kill::take_away(node, &spec.id, Some(slot), false);
+    }
+    result
+}
+
+fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Result<Created> {
+    let mut clock = Clock { last: Instant::now(), timings: Vec::with_capacity(8) };
+    let base = node.uid_base + slot * IDS_PER_SANDBOX;
+    let own_id = base + IDS_PER_SANDBOX - 1;
+    let limits = Limits { memory: Some(spec.memory), cpu_millis: Some(spec.cpu_millis), pids: Some(spec.pids) };
+    let cgroup = node.cgroups.create(&spec.id, limits, own_id)?;
+    clock.mark("cgroups");
+    node.scratch.create(&spec.id, spec.disk)?;
+    clock.mark("scratch");
+    let listener = listen(node, slot)?;
+    let cookie = random_pair()?;
+    let filter = seccomp::program(cookie);
+    let configuration = configuration(cookie, spec.history)?;
+    let (ours, theirs) = sysapi::socket_pair()?;
+    clock.mark("socket");
+    let (pid, pidfd, born_in_v2) = {
+        let cgroup_fd = cgroup.as_ref().map_or(Ok(-1), |dir| creator.place(1, dir.as_raw_fd()))?;
+        let plan = Plan {
+            socket: creator.place(0, theirs.as_raw_fd())?,
+            listener: creator.place(2, listener.as_raw_fd())?,
+            cgroup: cgroup_fd,
+            configuration: creator.place(3, configuration.as_raw_fd())?,
+            chronus: creator.place(4, node.chronus.as_raw_fd())?,
+            hostname: spec.hostname.as_bytes(),
+            shm_options: &CString::new(format!("mode=1777,size={}", spec.memory / 2))?,
+            filter: &filter,
+            masks: &node.masks,
+            last_capability: node.last_capability,
+        };
+        become_id(own_id)?;
+        let born = clone_child(&plan, cgroup.as_ref());
+        become_id(0)?;
+        born?
+    };
+    drop((theirs, listener, configuration));
+    creator.clear(node.null.as_raw_fd())?;
+    clock.mark("clone");
+    finish(node, spec, slot, base, pid, &ours, born_in_v2, &mut clock).inspect_err(|_| reap(&pidfd))?;
+    Ok(Created { pid, pidfd, timings: clock.timings })
+}
+
+#[allow(clippy::too_many_arguments)]
+fn finish(node: &Node, spec: &Spec, slot: u32, base: u32, pid: i32, ours: &OwnedFd, born_in_v2: bool, clock: &mut Clock) -> io::Result<()> {
+    write_maps(pid, base, &spec.extra_ids)?;
+    node.cgroups.attach(&spec.id, pid, born_in_v2)?;
+    let processors = processors(spec.cpu_millis, node.cores);
+    if processors < node.cores {
+        pin(pid, slot, processors, node.cores)?;
+    }
+    let start_time = sysapi::start_time(pid).ok_or_else(|| io::Error::other("the child is gone"))?;
+    node.scratch.write_record(&spec.id, Record { slot, pid, start_time })?;
+    clock.mark("identity");
+    let tree = node.layers.tree(TreeSpec {
+        layers: spec.layers.clone(),
+        volume: node.scratch.open_volume(&spec.id)?,
+        userns: OwnedFd::from(File::open(format!("/proc/{pid}/ns/user"))?),
+        cover: covers::Key { memory: spec.memory, processors },
+    })?;
+    clock.mark("mounts");
+    let mut mounts = vec![tree.root.as_raw_fd(), tree.dev.as_raw_fd()];
+    mounts.extend(tree.covers.iter().map(AsRawFd::as_raw_fd));
+    sysapi::send_fds(ours.as_raw_fd(), &mounts)?;
+    drop(tree);
+    wait_for_exec(ours)?;
+    clock.mark("child");
+    Ok(())
+}
+
+/// The end of the child's socket means that chronus runs; two bytes before it, that the child failed.
+fn wait_for_exec(ours: &OwnedFd) -> io::Result<()> {
+    if !sysapi::wait_readable(ours.as_raw_fd(), CHILD_DEADLINE_MS)? {
+        return Err(io::Error::new(io::ErrorKind::TimedOut, "the sandbox's first process did not get to run chronus in time"));
+    }
+    let mut report = [0_u8; 2];
+    match File::from(ours.try_clone()?).read(&mut report)? {
+        0 => Ok(()),
+        _ => {
+            let error = io::Error::from_raw_os_error(i32::from(report[1]));
+            let step = child::STEPS.get(usize::from(report[0])).unwrap_or(&"an unknown step");
+            Err(io::Error::new(error.kind(), format!("{step}: {error}")))
+        }
+    }
+}
+
+fn reap(pidfd: &OwnedFd) {
+    let _ = sysapi::pidfd_kill(pidfd.as_raw_fd());
+    crate::kill::wait_for_end(pidfd);
+}
+
+fn clone_child(plan: &Plan, cgroup: Option<&OwnedFd>) -> io::Result<(i32, OwnedFd, bool)> {
+    let namespaces = libc::CLONE_NEWUSER
+        | libc::CLONE_NEWNS
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWNET
+        | libc::CLONE_NEWIPC
+        | libc::CLONE_NEWUTS
+        | libc::CLONE_NEWCGROUP;
+    let mut pidfd: RawFd = -1;
+    let mut arguments = CloneArgs {
+        flags: (namespaces | libc::CLONE_PIDFD | libc::CLONE_FILES) as u32 as u64,
+        pidfd: (&raw mut pidfd) as u64,
+        exit_signal: libc::SIGCHLD as u64,
+        ..CloneArgs::default()
+    };
+    if let Some(dir) = cgroup {
+        arguments.flags |= CLONE_INTO_CGROUP;
+        arguments.cgroup = dir.as_raw_fd() as u64;
+    }
+    // SAFETY: without CLONE_VM the child has its own copy of this memory; it calls `child::run` only, which never returns and makes system calls only.
+    let pid = unsafe {
+        let mut result = libc::syscall(libc::SYS_clone3, &arguments, std::mem::size_of::<CloneArgs>());
+        if result < 0 && cgroup.is_some() && *libc::__errno_location() != libc::EAGAIN {
+            arguments.flags &= !CLONE_INTO_CGROUP;
+            arguments.cgroup = 0;
+            result = libc::syscall(libc::SYS_clone3, &arguments, std::mem::size_of::<CloneArgs>());
+        }
+        if result == 0 {
+            child::run(plan);
+        }
+        check(result)?
+    };
+    // SAFETY: the kernel stored a descriptor of ours there.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    Ok((pid as i32, pidfd, arguments.flags & CLONE_INTO_CGROUP != 0))
+}
+
+fn write_maps(pid: i32, base: u32, extra: &[u32]) -> io::Result<()> {
+    let mut map = format!("0 {base} {PLAIN_IDS}\n");
+    for (place, id) in extra.iter().enumerate() {
+        map.push_str(&format!("{id} {} 1\n", base + PLAIN_IDS + place as u32));
+    }
+    for file in ["uid_map", "gid_map"] {
+        File::options().write(true).open(format!("/proc/{pid}/{file}"))?.write_all(map.as_bytes())?;
+    }
+    Ok(())
+}
+
+fn listen(node: &Node, slot: u32) -> io::Result<UnixListener> {
+    let name = CString::new(slot.to_string())?;
+    match sysapi::unlink_at(node.sockets.as_raw_fd(), &name) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // Through the descriptor: a socket's path has 108 bytes at most, and the run directory isn't visible here.
+    let listener = UnixListener::bind(format!("/proc/self/fd/{}/{slot}", node.sockets.as_raw_fd()))?;
+    sysapi::chmod_at(node.sockets.as_raw_fd(), &name, 0o600)?;
+    sysapi::chown_at(node.sockets.as_raw_fd(), &name, node.service_uid, node.service_uid)?;
+    Ok(listener)
+}
+
+fn random_pair() -> io::Result<[u64; 2]> {
+    let mut bytes = [0_u8; 16];
+    // SAFETY: bytes is writable for its length.
+    let got = check(unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) } as libc::c_long)?;
+    if got != 16 {
+        return Err(io::Error::other("getrandom gave less than was asked for"));
+    }
+    let (low, high) = bytes.split_at(8);
+    Ok([u64::from_le_bytes(low.try_into().map_err(io::Error::other)?), u64::from_le_bytes(high.try_into().map_err(io::Error::other)?)])
+}
+
+/// The pipe that chronus reads its configuration from.
+fn configuration(cookie: [u64; 2], history: u64) -> io::Result<OwnedFd> {
+    let (reading, writing) = sysapi::pipe()?;
+    let map = Writer::new().map(2).text("cookie").array(2).unsigned(cookie[0]).unsigned(cookie[1]).text("history").unsigned(history).finish();
+    File::from(writing).write_all(&map)?;
+    Ok(reading)
+}
+
+/// Processors that a sandbox with this quota sees: rounded up, at most the node's.
+fn processors(cpu_millis: u64, cores: usize) -> usize {
+    match cpu_millis {
+        0 => cores,
+        millis => (millis.div_ceil(1000) as usize).clamp(1, cores),
+    }
+}
+
+/// Confines a sandbox that sees fewer processors than there are to that many, starting at another one for each slot.
+fn pin(pid: i32, slot: u32, processors: usize, cores: usize) -> io::Result<()> {
+    // SAFETY: cpu_set_t is plain data; CPU_SET stays within it because cores is bounded by its size.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        for place in 0..processors {
+            libc::CPU_SET((slot as usize + place) % cores.min(libc::CPU_SETSIZE as usize), &mut set);
+        }
+        check(libc::c_long::from(libc::sched_setaffinity(pid, std::mem::size_of_val(&set), &set))).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processors_round_up_within_the_node() {
+        assert_eq!(processors(0, 8), 8);
+        assert_eq!(processors(500, 8), 1);
+        assert_eq!(processors(1001, 8), 2);
+        assert_eq!(processors(64_000, 8), 8);
+    }
+}

@@ -1,0 +1,377 @@
+//! The pinned mount namespace: read-only layers, the scratch filesystem and the prepared pieces of every sandbox's tree are mounted there once.
+//!
+//! It is a namespace of its own, so that cloning the spawner's doesn't copy its mounts, and it is held by a bind mount on `<run>/layers.ns`, so that
+//! a spawner that dies loses nothing: the next one enters it again. One thread lives in it and assembles the mounts of each new sandbox as
+//! detached descriptors. Layers are given by descriptor throughout, so no path of the host shows up inside.
+
+use std::collections::HashMap;
+use std::ffi::{CString, OsStr};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+
+use sha2::{Digest, Sha256};
+
+use crate::covers;
+use crate::sysapi::{
+    self, attach_mount, clone_mount, set_mount_attributes, FsContext, MOUNT_ATTR_IDMAP, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_NOSUID, MOUNT_ATTR_RDONLY,
+};
+
+/// The most that a layer's metadata file may be: the kernel parses it.
+const MAX_METADATA: u64 = 4 << 30;
+
+/// Devices of the /dev that all sandboxes share: name, major, minor.
+const DEVICES: &[(&str, u32, u32)] = &[("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)];
+
+/// Everything that a sandbox's child attaches, detached and mapped to its ids.
+pub struct Tree {
+    pub root: OwnedFd,
+    pub dev: OwnedFd,
+    /// Mounts over files of /proc and /sys that would show the host's size, in the order of [`covers::PATHS`].
+    pub covers: Vec<OwnedFd>,
+}
+
+/// What a sandbox's tree is made of. `layers`: metadata digests, the top one first.
+pub struct TreeSpec {
+    pub layers: Vec<String>,
+    pub volume: OwnedFd,
+    pub userns: OwnedFd,
+    pub cover: covers::Key,
+}
+
+type Job = Box<dyn FnOnce(&mut Pinned) + Send>;
+
+/// A handle on the thread that lives in the pinned namespace.
+#[derive(Clone)]
+pub struct Layers {
+    jobs: mpsc::Sender<Job>,
+}
+
+/// The thread's own state.
+struct Pinned {
+    layers: HashMap<String, OwnedFd>,
+    covers: HashMap<covers::Key, Vec<OwnedFd>>,
+    dev: OwnedFd,
+}
+
+/// Where things are in the pinned namespace.
+const LAYERS: &str = "/layers";
+const SCRATCH: &str = "/scratch";
+const DEV: &str = "/dev";
+const COVERS: &str = "/covers";
+
+fn text(value: impl AsRef<OsStr>) -> io::Result<CString> {
+    CString::new(value.as_ref().as_bytes()).map_err(io::Error::other)
+}
+
+fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
+    result.map_err(|error| io::Error::new(error.kind(), format!("{what}: {error}")))
+}
+
+/// Leaves a mount namespace with one small tmpfs as its root, a proc and a sysfs: what it costs to clone is what it holds.
+pub fn enter_small_root(staging: &Path) -> io::Result<()> {
+    let stage = text(staging)?;
+    sysapi::mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None)?;
+    sysapi::mount(Some(c"dsec"), &stage, Some(c"tmpfs"), libc::MS_NOSUID, Some(c"mode=755"))?;
+    for (name, source) in [("proc", c"/proc"), ("sys", c"/sys")] {
+        let target = staging.join(name);
+        std::fs::create_dir(&target)?;
+        sysapi::mount(Some(source), &text(&target)?, None, libc::MS_BIND, None)?;
+    }
+    for name in ["new", &LAYERS[1..], &SCRATCH[1..], &DEV[1..], &COVERS[1..]] {
+        std::fs::create_dir(staging.join(name))?;
+    }
+    std::env::set_current_dir(staging)?;
+    sysapi::pivot_root_here()?;
+    sysapi::unmount(c".", libc::MNT_DETACH)?;
+    std::env::set_current_dir("/")
+}
+
+impl Layers {
+    /// Enters the namespace held at `pin`, or makes it: then `scratch` (a block device with a btrfs) is mounted in it. Must be called in the host's
+    /// mount namespace, before the caller makes its own. Returns the root of the scratch filesystem as well.
+    pub fn open(pin: &Path, staging: &Path, scratch: impl FnOnce() -> io::Result<File> + Send + 'static) -> io::Result<(Self, OwnedFd)> {
+        let (jobs, inbox) = mpsc::channel::<Job>();
+        let (ready, opened) = mpsc::channel::<io::Result<OwnedFd>>();
+        let (pinned, go_on) = mpsc::channel::<()>();
+        let existing = open_pin(pin);
+        let fresh = existing.is_none();
+        let (tell_tid, tid) = mpsc::channel::<i32>();
+        let staging = staging.to_owned();
+        std::thread::Builder::new().name("layers".into()).spawn(move || {
+            // SAFETY: gettid has no arguments and can't fail.
+            let _ = tell_tid.send(unsafe { libc::gettid() });
+            let entered = match existing {
+                Some(namespace) => enter(namespace),
+                None => found(&staging).and_then(|()| {
+                    let _ = go_on.recv();
+                    mount_scratch(&scratch()?)
+                }),
+            };
+            let state = entered.and_then(|()| {
+                let root = sysapi::open_at(libc::AT_FDCWD, &text(SCRATCH)?, libc::O_RDONLY | libc::O_DIRECTORY)?;
+                Ok((Pinned::recover()?, root))
+            });
+            match state {
+                Ok((mut state, root)) => {
+                    let _ = ready.send(Ok(root));
+                    while let Ok(job) = inbox.recv() {
+                        job(&mut state);
+                    }
+                }
+                Err(error) => drop(ready.send(Err(error))),
+            }
+        })?;
+        let tid = tid.recv().map_err(io::Error::other)?;
+        if fresh {
+            // The bind must be made by a thread of the host's namespace, and only once the other has made its own.
+            wait_for_own_namespace(tid)?;
+            File::create(pin)?;
+            named("pinning the layers' namespace", sysapi::mount(Some(&text(format!("/proc/self/task/{tid}/ns/mnt"))?), &text(pin)?, None, libc::MS_BIND, None))?;
+            let _ = pinned.send(());
+        }
+        let root = opened.recv().map_err(io::Error::other)??;
+        Ok((Layers { jobs }, root))
+    }
+
+    fn ask<T: Send + 'static>(&self, work: impl FnOnce(&mut Pinned) -> io::Result<T> + Send + 'static) -> io::Result<T> {
+        let (answer, result) = mpsc::channel();
+        self.jobs.send(Box::new(move |state| drop(answer.send(work(state))))).map_err(|_| io::Error::other("the layers thread is gone"))?;
+        result.recv().map_err(|_| io::Error::other("the layers thread is gone"))?
+    }
+
+    /// Mounts a layer once. `metadata` must be a file that nobody but root can change; `blob` may be anybody's: it is data only.
+    pub fn mount(&self, digest: String, metadata: File, blob: Option<File>) -> io::Result<()> {
+        self.ask(move |state| state.mount(digest, &metadata, blob.as_ref()))
+    }
+
+    pub fn unmount(&self, digest: String) -> io::Result<()> {
+        self.ask(move |state| {
+            if state.layers.remove(&digest).is_some() {
+                let point = format!("{LAYERS}/{digest}");
+                sysapi::unmount(&text(&point)?, libc::MNT_DETACH)?;
+                std::fs::remove_dir(point)?;
+            }
+            Ok(())
+        })
+    }
+
+    pub fn mounted(&self) -> io::Result<Vec<String>> {
+        self.ask(|state| Ok(state.layers.keys().cloned().collect()))
+    }
+
+    /// Assembles the mounts of one sandbox.
+    pub fn tree(&self, spec: TreeSpec) -> io::Result<Tree> {
+        self.ask(move |state| state.tree(&spec))
+    }
+}
+
+fn open_pin(pin: &Path) -> Option<File> {
+    const NSFS_MAGIC: i64 = 0x6e73_6673;
+    let file = File::open(pin).ok()?;
+    // SAFETY: statfs is plain data, and the descriptor is open.
+    let kind = unsafe {
+        let mut stat: libc::statfs = std::mem::zeroed();
+        libc::fstatfs(file.as_raw_fd(), &mut stat);
+        stat.f_type
+    };
+    (kind == NSFS_MAGIC).then_some(file)
+}
+
+fn enter(namespace: File) -> io::Result<()> {
+    sysapi::unshare(libc::CLONE_FS)?;
+    // SAFETY: the descriptor is open.
+    sysapi::check(libc::c_long::from(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNS) }))?;
+    std::env::set_current_dir("/")
+}
+
+/// Makes the namespace of the calling thread.
+fn found(staging: &Path) -> io::Result<()> {
+    sysapi::unshare(libc::CLONE_NEWNS)?;
+    named("the layers' root", enter_small_root(staging))?;
+    std::fs::create_dir(format!("{DEV}/template"))?;
+    make_dev()?;
+    sysapi::mount(Some(c"covers"), &text(COVERS)?, Some(c"tmpfs"), libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC, Some(c"mode=755"))
+}
+
+fn wait_for_own_namespace(tid: i32) -> io::Result<()> {
+    let ours = std::fs::read_link("/proc/self/ns/mnt")?;
+    for _ in 0..2000 {
+        let theirs = std::fs::read_link(format!("/proc/self/task/{tid}/ns/mnt"))?;
+        if theirs != ours {
+            return Ok(());
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    Err(io::Error::other("the layers thread made no namespace"))
+}
+
+fn mount_scratch(device: &File) -> io::Result<()> {
+    let source = text(format!("/proc/self/fd/{}", device.as_raw_fd()))?;
+    named("mounting the scratch filesystem", sysapi::mount(Some(&source), &text(SCRATCH)?, Some(c"btrfs"), libc::MS_NOATIME, Some(&text(crate::scratch::MOUNT_OPTIONS)?)))
+}
+
+/// The /dev that all sandboxes share, read-only: device nodes can't be made inside a user namespace, and one mount is cheaper than seven.
+fn make_dev() -> io::Result<()> {
+    let point = PathBuf::from(format!("{DEV}/template"));
+    sysapi::mount(Some(c"dev"), &text(&point)?, Some(c"tmpfs"), libc::MS_NOSUID | libc::MS_NOEXEC, Some(c"mode=755,size=64k"))?;
+    for (name, major, minor) in DEVICES {
+        let path = text(point.join(name))?;
+        // SAFETY: path is NUL-terminated and outlives the calls.
+        sysapi::check(libc::c_long::from(unsafe { libc::mknod(path.as_ptr(), libc::S_IFCHR | 0o666, libc::makedev(*major, *minor)) }))?;
+        sysapi::chmod_at(libc::AT_FDCWD, &path, 0o666)?;
+    }
+    for (name, target) in [("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2"), ("ptmx", "pts/ptmx")] {
+        std::os::unix::fs::symlink(target, point.join(name))?;
+    }
+    for name in ["pts", "shm", "mqueue"] {
+        std::fs::create_dir(point.join(name))?;
+    }
+    Ok(())
+}
+
+impl Pinned {
+    /// Finds what is mounted in the namespace already.
+    fn recover() -> io::Result<Self> {
+        let mut layers = HashMap::new();
+        for entry in std::fs::read_dir(LAYERS)?.flatten() {
+            let digest = entry.file_name().to_string_lossy().into_owned();
+            layers.insert(digest, sysapi::open_at(libc::AT_FDCWD, &text(entry.path())?, libc::O_PATH | libc::O_DIRECTORY)?);
+        }
+        let dev = sysapi::open_at(libc::AT_FDCWD, &text(format!("{DEV}/template"))?, libc::O_PATH | libc::O_DIRECTORY)?;
+        Ok(Pinned { layers, covers: HashMap::new(), dev })
+    }
+
+    fn mount(&mut self, digest: String, metadata: &File, blob: Option<&File>) -> io::Result<()> {
+        if self.layers.contains_key(&digest) {
+            return Ok(());
+        }
+        let context = FsContext::open(c"erofs")?;
+        let by_descriptor = |file: &File| text(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        context.set(c"source", &by_descriptor(metadata)?)?;
+        if let Some(blob) = blob {
+            context.set(c"device", &by_descriptor(blob)?)?;
+        }
+        let mount = context
+            .mount(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV)
+            .map_err(|error| io::Error::new(error.kind(), format!("mounting the layer: {error}; {}", context.log())))?;
+        let point = PathBuf::from(format!("{LAYERS}/{digest}"));
+        std::fs::create_dir(&point)?;
+        attach_mount(mount.as_raw_fd(), &text(&point)?).inspect_err(|_| drop(std::fs::remove_dir(&point)))?;
+        self.layers.insert(digest, sysapi::open_at(libc::AT_FDCWD, &text(&point)?, libc::O_PATH | libc::O_DIRECTORY)?);
+        Ok(())
+    }
+
+    fn tree(&mut self, spec: &TreeSpec) -> io::Result<Tree> {
+        let userns = spec.userns.as_raw_fd();
+        let root = self.overlay(spec, userns)?;
+        let dev = clone_mount(self.dev.as_raw_fd(), c"")?;
+        set_mount_attributes(dev.as_raw_fd(), MOUNT_ATTR_IDMAP | MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, Some(userns))?;
+        let covers = self.covers(&spec.cover)?.iter().map(|cover| clone_mount(cover.as_raw_fd(), c"")).collect::<io::Result<_>>()?;
+        Ok(Tree { root, dev, covers })
+    }
+
+    fn overlay(&self, spec: &TreeSpec, userns: RawFd) -> io::Result<OwnedFd> {
+        let volume = named("the writable layer", clone_mount(spec.volume.as_raw_fd(), c"."))?;
+        set_mount_attributes(volume.as_raw_fd(), MOUNT_ATTR_IDMAP, Some(userns))?;
+        let upper = sysapi::open_at(volume.as_raw_fd(), c"u", libc::O_PATH | libc::O_DIRECTORY)?;
+        let work = sysapi::open_at(volume.as_raw_fd(), c"w", libc::O_PATH | libc::O_DIRECTORY)?;
+        let context = FsContext::open(c"overlay")?;
+        for digest in &spec.layers {
+            let layer = self.layers.get(digest).ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, format!("layer {digest} is not mounted")))?;
+            let mapped = clone_mount(layer.as_raw_fd(), c"")?;
+            named("mapping the layer's ids", set_mount_attributes(mapped.as_raw_fd(), MOUNT_ATTR_IDMAP, Some(userns)))?;
+            context.set_fd(c"lowerdir+", mapped.as_raw_fd())?;
+        }
+        context.set_fd(c"upperdir", upper.as_raw_fd())?;
+        context.set_fd(c"workdir", work.as_raw_fd())?;
+        // Volatile: scratch needs no fsync. No metacopy and no followed redirects: an upper layer is its owner's word.
+        context.set_flag(c"volatile")?;
+        for (key, value) in [(c"source", c"overlay"), (c"redirect_dir", c"nofollow"), (c"metacopy", c"off"), (c"index", c"off"), (c"xino", c"auto")] {
+            context.set(key, value)?;
+        }
+        context.mount(MOUNT_ATTR_NODEV).map_err(|error| io::Error::new(error.kind(), format!("overlay: {error}; {}", context.log())))
+    }
+
+    /// The covers for these limits, made on first use.
+    fn covers(&mut self, key: &covers::Key) -> io::Result<&Vec<OwnedFd>> {
+        if !self.covers.contains_key(key) {
+            let directory = PathBuf::from(format!("{COVERS}/{}", key.name()));
+            std::fs::create_dir_all(&directory)?;
+            let mut mounts = Vec::new();
+            for (name, content) in key.files()? {
+                let path = directory.join(name);
+                File::create(&path)?.write_all(content.as_bytes())?;
+                let mount = clone_mount(libc::AT_FDCWD, &text(&path)?)?;
+                set_mount_attributes(mount.as_raw_fd(), MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC, None)?;
+                // Attached beside the file itself, so that this thread may clone it again for each sandbox.
+                attach_mount(mount.as_raw_fd(), &text(&path)?)?;
+                mounts.push(sysapi::open_at(libc::AT_FDCWD, &text(&path)?, libc::O_PATH)?);
+            }
+            self.covers.insert(key.clone(), mounts);
+        }
+        Ok(&self.covers[key])
+    }
+}
+
+/// Whether `text` is a sha256 digest in hex.
+pub fn is_digest(text: &str) -> bool {
+    text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+}
+
+/// Copies a layer's metadata to `target`, root's own, while its digest is checked: what the kernel will parse can't be changed afterwards.
+pub fn import_metadata(source: &Path, target: &Path, digest: &str) -> io::Result<File> {
+    if let Ok(file) = File::open(target) {
+        return Ok(file);
+    }
+    let mut input = named(&format!("layer {digest}"), File::open(source))?.take(MAX_METADATA + 1);
+    let partial = target.with_extension("part");
+    let mut output = File::create(&partial)?;
+    let mut hasher = Sha256::new();
+    let mut buffer = vec![0_u8; 1 << 18];
+    let mut total = 0_u64;
+    loop {
+        let read = input.read(&mut buffer)?;
+        if read == 0 {
+            break;
+        }
+        total += read as u64;
+        hasher.update(&buffer[..read]);
+        output.write_all(&buffer[..read])?;
+    }
+    let found: String = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    if total > MAX_METADATA || found != digest {
+        std::fs::remove_file(&partial)?;
+        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("layer {digest}: its metadata has the digest {found}")));
+    }
+    std::fs::rename(&partial, target)?;
+    File::open(target)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digests_are_lower_case_hex_of_one_length() {
+        assert!(is_digest(&"a0".repeat(32)));
+        for bad in ["", "a0", &"A0".repeat(32), &"../".repeat(22)[..64], &"g0".repeat(32)] {
+            assert!(!is_digest(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn metadata_with_another_digest_is_not_imported() {
+        let home = std::env::temp_dir().join(format!("dsec-layers-{}", std::process::id()));
+        std::fs::create_dir_all(&home).unwrap();
+        std::fs::write(home.join("source"), b"content").unwrap();
+        let digest = "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73";
+        assert!(import_metadata(&home.join("source"), &home.join("wrong"), &"0".repeat(64)).is_err());
+        assert!(!home.join("wrong").exists() && !home.join("wrong.part").exists());
+        assert!(import_metadata(&home.join("source"), &home.join("right"), digest).is_ok());
+        std::fs::remove_dir_all(home).unwrap();
+    }
+}

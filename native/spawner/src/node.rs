@@ -1,0 +1,161 @@
+//! What every privileged act needs, opened once at start: the directories by descriptor, the groups, the scratch filesystem, the layers.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::cgroup::Cgroups;
+use crate::child::MASKS;
+use crate::layers::{self, Layers};
+use crate::options::Options;
+use crate::scratch::{self, Scratch};
+use crate::sysapi;
+
+pub struct Node {
+    pub cgroups: Cgroups,
+    pub scratch: Scratch,
+    pub layers: Layers,
+    /// `<run>/c`
+    pub sockets: OwnedFd,
+    /// chronus, to be exec'd by descriptor.
+    pub chronus: OwnedFd,
+    pub null: File,
+    pub uid_base: u32,
+    pub service_uid: u32,
+    pub cores: usize,
+    pub memory: u64,
+    /// Which of [`MASKS`] exist here.
+    pub masks: Vec<bool>,
+    pub last_capability: i32,
+    /// `<state>/images/blobs`, the service's.
+    blobs: OwnedFd,
+    /// `<run>/meta`, root's.
+    metadata: OwnedFd,
+}
+
+/// Where the scratch image is.
+pub fn scratch_image(options: &Options) -> PathBuf {
+    options.state_dir.join("scratch/scratch.img")
+}
+
+/// Where the namespace of layers is pinned.
+pub fn pin(options: &Options) -> PathBuf {
+    options.run_dir.join("layers.ns")
+}
+
+fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
+    result.map_err(|error| io::Error::new(error.kind(), format!("{what}: {error}")))
+}
+
+/// Makes a directory of root's with this mode, or corrects the mode of one that is there.
+fn directory(path: &Path, mode: u32) -> io::Result<()> {
+    named(&path.display().to_string(), std::fs::create_dir_all(path).and_then(|()| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))))
+}
+
+fn open_directory(path: &Path) -> io::Result<OwnedFd> {
+    named(&path.display().to_string(), File::open(path).map(OwnedFd::from))
+}
+
+impl Node {
+    /// Opens everything. Must be called before the spawner leaves the host's mount namespace, which [`leave_host_mounts`] does afterwards.
+    pub fn open(options: &Options) -> io::Result<Self> {
+        let run = &options.run_dir;
+        directory(run, 0o755)?;
+        directory(&run.join("meta"), 0o700)?;
+        directory(&run.join("bin"), 0o755)?;
+        directory(&run.join("c"), 0o711)?;
+        directory(&options.state_dir.join("scratch"), 0o700)?;
+        let blobs = options.state_dir.join("images/blobs");
+        if !blobs.exists() {
+            std::fs::create_dir_all(&blobs)?;
+            for path in [blobs.parent().unwrap_or(&blobs), &blobs] {
+                std::os::unix::fs::chown(path, Some(options.service_uid), Some(options.service_uid))?;
+            }
+        }
+        let chronus = install_chronus(&options.chronus, &run.join("bin/chronus"))?;
+        let image = scratch_image(options);
+        let megabytes = options.scratch_mb;
+        let staging = run.join("stage");
+        directory(&staging, 0o700)?;
+        let (layers, scratch_root) = Layers::open(&pin(options), &staging, move || {
+            named("the scratch filesystem", scratch::make_image(&image, megabytes))?;
+            named("a loop device for the scratch filesystem", scratch::attach_loop(&image))
+        })?;
+        let cgroups = named("control groups", Cgroups::open(&options.cgroup))?;
+        Ok(Node {
+            cgroups,
+            scratch: named("quotas of the scratch filesystem", Scratch::open(scratch_root))?,
+            layers,
+            sockets: open_directory(&run.join("c"))?,
+            chronus,
+            null: File::options().read(true).write(true).open("/dev/null")?,
+            uid_base: options.uid_base,
+            service_uid: options.service_uid,
+            cores: std::thread::available_parallelism()?.get(),
+            memory: total_memory()?,
+            masks: MASKS.iter().map(|mask| Path::new("/").join(&*mask.path.to_string_lossy()).exists()).collect(),
+            last_capability: std::fs::read_to_string("/proc/sys/kernel/cap_last_cap")?.trim().parse().map_err(io::Error::other)?,
+            blobs: open_directory(&blobs)?,
+            metadata: open_directory(&run.join("meta"))?,
+        })
+    }
+
+    /// Mounts a layer whose blobs the service has stored. The service is not trusted: metadata is copied and checked, data must be its own plain file.
+    pub fn mount_layer(&self, meta: &str, blob: Option<&str>) -> io::Result<()> {
+        let below = |dir: &OwnedFd, name: &str| PathBuf::from(format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()));
+        let metadata = layers::import_metadata(&below(&self.blobs, meta), &below(&self.metadata, meta), meta)?;
+        let data = blob.map(|digest| self.service_file(&below(&self.blobs, digest), digest)).transpose()?;
+        self.layers.mount(meta.to_owned(), metadata, data)
+    }
+
+    fn service_file(&self, path: &Path, digest: &str) -> io::Result<File> {
+        let file = named(&format!("blob {digest}"), File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path))?;
+        let meta = file.metadata()?;
+        if meta.is_file() && meta.uid() == self.service_uid {
+            Ok(file)
+        } else {
+            Err(io::Error::new(io::ErrorKind::InvalidData, format!("blob {digest} is not a plain file of the service's")))
+        }
+    }
+
+    pub fn unmount_layer(&self, meta: &str) -> io::Result<()> {
+        self.layers.unmount(meta.to_owned())?;
+        match sysapi::unlink_at(self.metadata.as_raw_fd(), &CString::new(meta)?) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes the socket of a slot; one that isn't there is fine.
+    pub fn remove_socket(&self, slot: u32) {
+        let _ = CString::new(slot.to_string()).map(|name| sysapi::unlink_at(self.sockets.as_raw_fd(), &name));
+    }
+}
+
+/// Moves the calling thread (and those it starts) into a mount namespace that is cheap to clone.
+pub fn leave_host_mounts(options: &Options) -> io::Result<()> {
+    sysapi::unshare(libc::CLONE_NEWNS)?;
+    named("a mount namespace for the spawner", layers::enter_small_root(&options.run_dir.join("stage")))
+}
+
+/// Copies chronus to a place where nobody but root may read it: a program that its user can't read is never dumpable, whatever namespace it runs in.
+fn install_chronus(source: &Path, target: &Path) -> io::Result<OwnedFd> {
+    let partial = target.with_extension("part");
+    named(&format!("chronus at {}", source.display()), std::fs::copy(source, &partial))?;
+    std::fs::set_permissions(&partial, std::fs::Permissions::from_mode(0o711))?;
+    std::fs::rename(&partial, target)?;
+    let file = File::options().read(true).custom_flags(libc::O_PATH).open(target)?;
+    Ok(OwnedFd::from(file))
+}
+
+fn total_memory() -> io::Result<u64> {
+    let table = std::fs::read_to_string("/proc/meminfo")?;
+    table
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:")?.split_ascii_whitespace().next()?.parse::<u64>().ok())
+        .map(|kilobytes| kilobytes * 1024)
+        .ok_or_else(|| io::Error::other("no MemTotal in /proc/meminfo"))
+}

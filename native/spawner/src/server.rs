@@ -1,0 +1,377 @@
+//! The daemon: one socket for the service, threads that create, threads that end, and one that watches for deaths.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::{mpsc, Arc, Mutex, PoisonError};
+
+use crate::create::{self, Creator, Spec};
+use crate::kill;
+use crate::node::{self, Node};
+use crate::options::Options;
+use crate::registry::{Refusal, Registry};
+use crate::sysapi::{self, check};
+use crate::verbs::{self, Facts, Listed, Verb};
+
+/// The most that a request may be.
+const MAX_REQUEST: u32 = 4 << 20;
+/// Creations go through kernel locks; two threads keep two processors busy and more only queue there.
+const CREATORS: usize = 2;
+const ENDERS: usize = 2;
+
+/// A connection's writing half: answers come from several threads, each frame whole.
+#[derive(Clone)]
+struct Peer(Arc<Mutex<UnixStream>>);
+
+impl Peer {
+    fn send(&self, body: &[u8]) {
+        let mut frame = Vec::with_capacity(body.len() + 4);
+        frame.extend((body.len() as u32).to_be_bytes());
+        frame.extend(body);
+        // A peer that is gone gets nothing; it asks again when it is back.
+        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).write_all(&frame);
+    }
+}
+
+struct Server {
+    node: Node,
+    registry: Registry,
+    run_dir: String,
+    creates: Mutex<mpsc::Sender<(Peer, u64, Box<Spec>)>>,
+    ends: Mutex<mpsc::Sender<(Peer, u64, String, bool)>>,
+    others: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    watch: OwnedFd,
+    watched: Mutex<std::collections::HashMap<u64, (String, Arc<OwnedFd>)>>,
+    peers: Mutex<Vec<Peer>>,
+}
+
+/// Runs until SIGTERM or SIGINT, which leave sandboxes as they are.
+pub fn run(options: &Options) -> io::Result<()> {
+    raise_descriptor_limit()?;
+    let null = File::options().read(true).write(true).open("/dev/null")?;
+    let creators = (0..CREATORS).map(|index| Creator::reserve(index, &null)).collect::<io::Result<Vec<_>>>()?;
+    let node = Node::open(options)?;
+    let listener = bind(options)?;
+    node::leave_host_mounts(options)?;
+    let (creates, to_create) = mpsc::channel();
+    let (ends, to_end) = mpsc::channel();
+    let (others, to_do) = mpsc::channel();
+    let server = Arc::new(Server {
+        node,
+        registry: Registry::default(),
+        run_dir: options.run_dir.to_string_lossy().into_owned(),
+        creates: Mutex::new(creates),
+        ends: Mutex::new(ends),
+        others: Mutex::new(others),
+        watch: epoll()?,
+        watched: Mutex::default(),
+        peers: Mutex::default(),
+    });
+    for (id, pidfd) in server.registry.recover(&server.node) {
+        server.watch(&id, pidfd)?;
+    }
+    server.remove_stale_sockets();
+    let to_create = Arc::new(Mutex::new(to_create));
+    for creator in creators {
+        let (server, inbox) = (server.clone(), to_create.clone());
+        start("create", move || {
+            if let Err(error) = create::keep_capabilities() {
+                fail(&format!("keeping capabilities: {error}"));
+            }
+            while let Some((peer, id, spec)) = next(&inbox) {
+                server.create(&creator, &peer, id, &spec);
+            }
+        })?;
+    }
+    let to_end = Arc::new(Mutex::new(to_end));
+    for _ in 0..ENDERS {
+        let (server, inbox) = (server.clone(), to_end.clone());
+        start("end", move || {
+            while let Some((peer, id, sandbox, keep)) = next(&inbox) {
+                server.end(&peer, id, &sandbox, keep);
+            }
+        })?;
+    }
+    let other = server.clone();
+    start("other", move || {
+        while let Ok((peer, id, verb)) = to_do.recv() {
+            peer.send(&other.other(id, verb));
+        }
+    })?;
+    let watcher = server.clone();
+    start("watch", move || watcher.watch_deaths())?;
+    for connection in listener.incoming().flatten() {
+        let server = server.clone();
+        start("peer", move || server.serve(connection))?;
+    }
+    Ok(())
+}
+
+fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    std::thread::Builder::new().name(name.into()).spawn(work).map(drop)
+}
+
+fn next<T>(inbox: &Mutex<mpsc::Receiver<T>>) -> Option<T> {
+    inbox.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
+}
+
+fn fail(message: &str) -> ! {
+    eprintln!("dsec-spawner: {message}");
+    std::process::exit(1)
+}
+
+fn raise_descriptor_limit() -> io::Result<()> {
+    // SAFETY: rlimit is plain data.
+    unsafe {
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        check(libc::c_long::from(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit)))?;
+        limit.rlim_cur = limit.rlim_max;
+        check(libc::c_long::from(libc::setrlimit(libc::RLIMIT_NOFILE, &limit))).map(drop)
+    }
+}
+
+fn epoll() -> io::Result<OwnedFd> {
+    // SAFETY: the new descriptor is nobody else's.
+    unsafe {
+        let fd = check(libc::c_long::from(libc::epoll_create1(libc::EPOLL_CLOEXEC)))?;
+        Ok(std::os::fd::FromRawFd::from_raw_fd(fd as i32))
+    }
+}
+
+fn bind(options: &Options) -> io::Result<UnixListener> {
+    let path = options.run_dir.join("spawner.sock");
+    match std::fs::remove_file(&path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&path)?;
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    std::os::unix::fs::chown(&path, Some(options.service_uid), Some(options.service_uid))?;
+    Ok(listener)
+}
+
+fn peer_uid(stream: &UnixStream) -> io::Result<u32> {
+    // SAFETY: ucred is plain data of the length given.
+    unsafe {
+        let mut credentials: libc::ucred = std::mem::zeroed();
+        let mut length = std::mem::size_of::<libc::ucred>() as libc::socklen_t;
+        check(libc::c_long::from(libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &mut length,
+        )))?;
+        Ok(credentials.uid)
+    }
+}
+
+fn code_of(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotFound => "not_found",
+        io::ErrorKind::InvalidData => "invalid_layer",
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "no_space",
+        io::ErrorKind::TimedOut => "timeout",
+        _ => "failed",
+    }
+}
+
+impl Server {
+    fn serve(&self, mut stream: UnixStream) {
+        // Only the service (and root, for whom nothing is closed) may ask.
+        if !peer_uid(&stream).is_ok_and(|uid| uid == self.node.service_uid || uid == 0) {
+            return;
+        }
+        let Ok(writing) = stream.try_clone() else {
+            return;
+        };
+        let peer = Peer(Arc::new(Mutex::new(writing)));
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner).push(peer.clone());
+        let mut length = [0; 4];
+        while stream.read_exact(&mut length).is_ok() {
+            let length = u32::from_be_bytes(length);
+            let mut frame = vec![0; length.min(MAX_REQUEST) as usize];
+            if length > MAX_REQUEST || stream.read_exact(&mut frame).is_err() {
+                break;
+            }
+            let (id, verb) = verbs::parse(&frame);
+            match verb {
+                Ok(verb) => self.dispatch(&peer, id, verb),
+                Err(verbs::Bad(name)) => peer.send(&verbs::error(id, "invalid_argument", &format!("{name} is missing or not allowed"))),
+            }
+        }
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner).retain(|one| !Arc::ptr_eq(&one.0, &peer.0));
+    }
+
+    fn dispatch(&self, peer: &Peer, id: u64, verb: Verb) {
+        let peer = peer.clone();
+        // The receiving threads live as long as the process.
+        let _ = match verb {
+            Verb::Create(spec) => self.creates.lock().unwrap_or_else(PoisonError::into_inner).send((peer, id, spec)).is_ok(),
+            Verb::Kill { sandbox, keep_scratch } => self.ends.lock().unwrap_or_else(PoisonError::into_inner).send((peer, id, sandbox, keep_scratch)).is_ok(),
+            verb => self.others.lock().unwrap_or_else(PoisonError::into_inner).send((peer, id, verb)).is_ok(),
+        };
+    }
+
+    fn socket_path(&self, slot: u32) -> String {
+        format!("{}/c/{slot}", self.run_dir)
+    }
+
+    fn create(&self, creator: &Creator, peer: &Peer, id: u64, spec: &Spec) {
+        let slot = match self.registry.begin(&spec.id) {
+            Ok(slot) => slot,
+            Err(Refusal::Exists) => return peer.send(&verbs::error(id, "conflict", &format!("{} exists", spec.id))),
+            Err(Refusal::NoSlot) => return peer.send(&verbs::error(id, "no_capacity", "every id range is in use")),
+        };
+        match create::create(&self.node, creator, spec, slot) {
+            Ok(made) => {
+                let answer = verbs::created(id, slot, &self.socket_path(slot), &made);
+                let pidfd = Arc::new(made.pidfd);
+                self.registry.created(&spec.id, made.pid, pidfd.clone());
+                if let Err(error) = self.watch(&spec.id, pidfd) {
+                    eprintln!("dsec-spawner: watching {}: {error}", spec.id);
+                }
+                peer.send(&answer);
+            }
+            Err(error) => {
+                self.registry.remove(&spec.id);
+                peer.send(&verbs::error(id, code_of(&error), &error.to_string()));
+            }
+        }
+    }
+
+    fn end(&self, peer: &Peer, id: u64, sandbox: &str, keep_scratch: bool) {
+        let entry = self.registry.begin_end(sandbox);
+        let (slot, pidfd) = entry.map_or((None, None), |entry| (entry.slot, entry.pidfd));
+        let ended = kill::end(&self.node, sandbox, slot, pidfd.as_deref(), keep_scratch);
+        self.registry.remove(sandbox);
+        if ended.left.is_empty() {
+            peer.send(&verbs::ended(id, ended.figures, ended.disk));
+        } else {
+            eprintln!("dsec-spawner: ending {sandbox}: {}", ended.left.join("; "));
+            peer.send(&verbs::error(id, "failed", &ended.left.join("; ")));
+        }
+    }
+
+    fn other(&self, id: u64, verb: Verb) -> Vec<u8> {
+        let result = match verb {
+            Verb::Hello => Ok(self.hello(id)),
+            Verb::LayerMount { meta, blob } => self.node.mount_layer(&meta, blob.as_deref()).map(|()| verbs::done(id)),
+            Verb::LayerUnmount { meta } => self.node.unmount_layer(&meta).map(|()| verbs::done(id)),
+            Verb::Layers => self.node.layers.mounted().map(|digests| verbs::layers(id, &digests)),
+            Verb::Limits { sandbox, limits, disk } => self.limit(&sandbox, limits, disk).map(|()| verbs::done(id)),
+            Verb::Usage { sandboxes } => {
+                let disk: Vec<(String, u64)> =
+                    sandboxes.into_iter().filter_map(|name| self.node.scratch.usage(&name).ok().map(|bytes| (name, bytes))).collect();
+                Ok(verbs::usage(id, &disk))
+            }
+            Verb::List => Ok(verbs::list_answer(id, &self.list())),
+            Verb::Diff { sandbox, limit } => self.node.scratch.diff(&sandbox, limit as usize).map(|changes| verbs::diff(id, &changes)),
+            Verb::Create(_) | Verb::Kill { .. } => Err(io::Error::other("this verb has threads of its own")),
+        };
+        result.unwrap_or_else(|error| verbs::error(id, code_of(&error), &error.to_string()))
+    }
+
+    fn hello(&self, id: u64) -> Vec<u8> {
+        let (scratch, scratch_used) = self.node.scratch.space();
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        verbs::hello(
+            id,
+            &Facts {
+                kernel: kernel.trim(),
+                cores: self.node.cores as u64,
+                memory: self.node.memory,
+                cgroup: self.node.cgroups.mode.name(),
+                scratch,
+                scratch_used,
+                uid_base: u64::from(self.node.uid_base),
+            },
+        )
+    }
+
+    fn limit(&self, sandbox: &str, limits: crate::cgroup::Limits, disk: Option<u64>) -> io::Result<()> {
+        if self.registry.get(sandbox).is_none() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, format!("no sandbox {sandbox}")));
+        }
+        self.node.cgroups.set(sandbox, limits)?;
+        disk.map_or(Ok(()), |bytes| self.node.scratch.limit(sandbox, bytes))
+    }
+
+    fn list(&self) -> Vec<Listed> {
+        let kept = self.node.scratch.list().unwrap_or_default();
+        let mut listed: Vec<Listed> = self
+            .registry
+            .list()
+            .into_iter()
+            .map(|(id, entry)| Listed {
+                slot: entry.slot,
+                pid: entry.pid,
+                alive: entry.state == crate::registry::State::Live,
+                socket: entry.slot.map_or(String::new(), |slot| self.socket_path(slot)),
+                scratch: kept.contains(&id),
+                sandbox: id,
+            })
+            .collect();
+        let known: std::collections::HashSet<String> = listed.iter().map(|one| one.sandbox.clone()).collect();
+        let mut strays = kept;
+        strays.extend(self.node.cgroups.list());
+        strays.sort();
+        strays.dedup();
+        for id in strays.into_iter().filter(|id| !known.contains(id)) {
+            let scratch = self.node.scratch.open_volume(&id).is_ok();
+            listed.push(Listed { sandbox: id, slot: None, pid: 0, alive: false, socket: String::new(), scratch });
+        }
+        listed
+    }
+
+    fn watch(&self, id: &str, pidfd: Arc<OwnedFd>) -> io::Result<()> {
+        let fd = pidfd.as_raw_fd();
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner).insert(fd as u64, (id.to_owned(), pidfd));
+        let mut event = libc::epoll_event { events: (libc::EPOLLIN | libc::EPOLLONESHOT) as u32, u64: fd as u64 };
+        // SAFETY: event is one valid epoll_event.
+        check(libc::c_long::from(unsafe { libc::epoll_ctl(self.watch.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) })).map(drop)
+    }
+
+    fn watch_deaths(&self) {
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
+        loop {
+            // SAFETY: events has room for 64 entries.
+            let ready = unsafe { libc::epoll_wait(self.watch.as_raw_fd(), events.as_mut_ptr(), 64, -1) };
+            for event in events.iter().take(usize::try_from(ready).unwrap_or(0)) {
+                let key = event.u64;
+                let gone = self.watched.lock().unwrap_or_else(PoisonError::into_inner).remove(&key);
+                if let Some((id, pidfd)) = gone {
+                    // SAFETY: removes a descriptor that is still open.
+                    unsafe { libc::epoll_ctl(self.watch.as_raw_fd(), libc::EPOLL_CTL_DEL, pidfd.as_raw_fd(), std::ptr::null_mut()) };
+                    self.report_death(&id, &pidfd);
+                }
+            }
+        }
+    }
+
+    fn report_death(&self, id: &str, pidfd: &OwnedFd) {
+        if self.registry.died(id) {
+            let status = kill::wait_for_end(pidfd).unwrap_or(0);
+            for peer in self.peers.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+                peer.send(&verbs::exited(id, status));
+            }
+        }
+    }
+
+    /// Sockets whose sandbox is gone (its ending was cut short).
+    fn remove_stale_sockets(&self) {
+        for name in sysapi::names_in(self.node.sockets.as_raw_fd()).unwrap_or_default() {
+            match name.parse::<u32>() {
+                Ok(slot) if !self.registry.has_slot(slot) => self.node.remove_socket(slot),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Whether a daemon answers at this run directory.
+pub fn is_running(run_dir: &Path) -> bool {
+    UnixStream::connect(run_dir.join("spawner.sock")).is_ok()
+}
