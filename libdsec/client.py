@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import os
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -128,17 +129,27 @@ class DSecClient:
         retry = self.transport.retry(deadline) if timeout is None else Retry(timeout, deadline)
         while True:
             started = clock()
-            [item] = [item async for item in self._create(keyed, deadline)]
-            if item.sandbox is not None:
-                return item.sandbox
-            assert item.error is not None
-            error = from_body(item.error)
+            outcome = await self._outcome(keyed, deadline)
+            if isinstance(outcome, SandboxInfo):
+                return outcome
+            error = outcome
             if not isinstance(error, Unavailable) and (timeout is None or not isinstance(error, NoCapacity)):
                 raise error
             delay = retry.delay(error, attempt_started=started, now=clock())
             if delay is None:
                 raise error
             await asyncio.sleep(delay)
+
+    async def _outcome(self, keyed: builtins.list[RunArgs], deadline: float | None) -> SandboxInfo | DSecError:
+        """What became of a request for one sandbox. A node may refuse the item, or the whole request when its queue is full."""
+        try:
+            [item] = [item async for item in self._create(keyed, deadline)]
+        except NoCapacity as error:
+            return error
+        if item.sandbox is not None:
+            return item.sandbox
+        assert item.error is not None
+        return from_body(item.error)
 
     async def run_many(
         self, args: RunArgs | Sequence[RunArgs], *, count: int = 1, timeout: float | None = None
@@ -161,7 +172,7 @@ class DSecClient:
             elif item.error is not None:
                 yield RunItem(index=item.index, error=from_body(item.error))
 
-    async def _create(self, keyed: list[RunArgs], deadline: float | None) -> AsyncGenerator[CreateItem, None]:
+    async def _create(self, keyed: builtins.list[RunArgs], deadline: float | None) -> AsyncGenerator[CreateItem, None]:
         """The items of a create request, asked for again until every one was answered; indices are those of ``keyed``."""
         clock = asyncio.get_running_loop().time
         missing = dict(enumerate(keyed))
@@ -193,7 +204,7 @@ class DSecClient:
                 raise error
             await asyncio.sleep(delay)
 
-    def _ask_for(self, items: list[RunArgs], timeout_s: float | None) -> AsyncGenerator[CreateItem, None]:
+    def _ask_for(self, items: builtins.list[RunArgs], timeout_s: float | None) -> AsyncGenerator[CreateItem, None]:
         shared = {} if timeout_s is None else {"timeout_s": timeout_s}
         body = {"args": _given(items[0]), **shared} if len(items) == 1 else {"items": [_given(item) for item in items], **shared}
         return self.transport.lines("POST", self.transport.at("/v1/sandboxes"), _create_item, body=encode(body))

@@ -35,8 +35,9 @@ class Files:
     """A sandbox's files, reached as ``sandbox.files``.
 
     Paths are str, bytes or pure paths; relative ones count from the sandbox's working directory. Everything is done with the rights of the
-    sandbox's user. Any call may raise FileNotFound, PermissionDenied, FileError (with the kernel's ``errno``), DiskFull, InvalidArgument,
-    and what every call of a sandbox raises.
+    sandbox's user. Any call may raise FileNotFound, PermissionDenied, Conflict (it exists, it isn't empty, it is busy), InvalidArgument (a
+    directory where a file is needed, say), DiskFull and FileError, all with the kernel's ``errno``, and what every call of a sandbox
+    raises.
     """
 
     def __init__(self, transport: Transport, sandbox_path: str, workdir: str) -> None:
@@ -50,7 +51,7 @@ class Files:
     # -- content --------------------------------------------------------------------------------------------------------------------------
 
     async def read(self, path: SandboxPath) -> bytes:
-        """The whole content of a regular file. Raises FileError (EISDIR, EINVAL) for anything else. Safe to repeat."""
+        """The whole content of a regular file. Raises InvalidArgument (``errno`` EISDIR, EINVAL) for anything else. Safe to repeat."""
 
         async def attempt() -> bytes:
             url = self._transport.at(self._path, {"path": self._absolute(path)})

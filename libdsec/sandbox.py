@@ -12,7 +12,16 @@ from urllib.parse import quote
 
 import msgspec
 
-from libdsec.errors import CommandFailed, Conflict, InvalidArgument, NotFound, ProcessNotFound, SandboxGone
+from libdsec.errors import (
+    CommandFailed,
+    Conflict,
+    DSecError,
+    InvalidArgument,
+    NotFound,
+    ProcessNotFound,
+    SandboxGone,
+    Unavailable,
+)
 from libdsec.files import Files
 from libdsec.ports import open_port
 from libdsec.process import Process
@@ -312,12 +321,19 @@ class Sandbox:
             await asyncio.gather(command, feeding, return_exceptions=True)
 
     async def _feed(self, path: str, stdin: ByteSource) -> None:
-        """Send the whole input. That the command ended or closed its input first is no failure: its result tells what it made of it."""
-        with contextlib.suppress(ProcessNotFound, Conflict):
+        """Send the whole input. Raises Unavailable when the connection breaks, and what the source raises.
+
+        Any other refusal means that the command ended or closed its input first: its result tells what it made of it.
+        """
+        try:
             await self._until_started(path)
             url = self._transport.at(f"{path}/stdin", {"eof": True})
             async with self._transport.request("PUT", url, data=pieces(stdin), headers={"Content-Type": OCTETS}) as response:
                 await response.read()
+        except Unavailable:
+            raise
+        except DSecError:
+            return
 
     async def _until_started(self, path: str) -> None:
         while True:
@@ -405,14 +421,17 @@ class Sandbox:
 
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A TCP connection to ``port`` inside (127.0.0.1, then ::1), as asyncio's streams. Closing the writer closes both directions.
-        Raises Conflict when nothing listens there. A broken connection is an end of file; nothing is repeated."""
+
+        Where nothing listens Conflict is raised, or the first read raises ConnectionResetError. So does one on a connection that broke, and
+        the message says why; an end of file is always the program's own. Nothing is repeated.
+        """
         url = self._transport.at(f"{self._path}/tcp/{_port(port)}")
         try:
             return await open_port(self._transport, url)
-        except (NotFound, Conflict) as refusal:
-            # A refused upgrade has no body, so a sandbox that is gone looks like a port that isn't there.
-            await self.info()
-            raise Conflict(f"nothing listens on port {port} inside {self.id}") from refusal
+        except (NotFound, Conflict, Unavailable) as refusal:
+            # A refused upgrade has no body: whether it is the port or the sandbox that isn't there must be asked.
+            state = (await self.info()).state
+            raise Conflict(f"port {port} of {self.id} ({state}) can't be reached: does anything listen there?") from refusal
 
     async def url(self, port: int) -> str:
         """An HTTP address of ``port`` inside, for browsers and other clients: it holds a signature instead of a key, so whoever has it may

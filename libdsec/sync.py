@@ -510,7 +510,10 @@ class Sandbox:
 
     def connect(self, port: int) -> tuple[BlockingReader, BlockingWriter]:
         """A TCP connection to ``port`` inside (127.0.0.1, then ::1), as asyncio's streams. Closing the writer closes both directions.
-        Raises Conflict when nothing listens there. A broken connection is an end of file; nothing is repeated."""
+
+        Where nothing listens Conflict is raised, or the first read raises ConnectionResetError. So does one on a connection that broke, and
+        the message says why; an end of file is always the program's own. Nothing is repeated.
+        """
         return blocking_streams(run(self._async.connect(port)))
 
     def url(self, port: int) -> str:
@@ -636,8 +639,9 @@ class Files:
     """A sandbox's files, reached as ``sandbox.files``.
 
     Paths are str, bytes or pure paths; relative ones count from the sandbox's working directory. Everything is done with the rights of the
-    sandbox's user. Any call may raise FileNotFound, PermissionDenied, FileError (with the kernel's ``errno``), DiskFull, InvalidArgument,
-    and what every call of a sandbox raises.
+    sandbox's user. Any call may raise FileNotFound, PermissionDenied, Conflict (it exists, it isn't empty, it is busy), InvalidArgument (a
+    directory where a file is needed, say), DiskFull and FileError, all with the kernel's ``errno``, and what every call of a sandbox
+    raises.
     """
 
     def __init__(self, twin_of: _async.Files) -> None:
@@ -648,7 +652,7 @@ class Files:
         return cls(twin_of)
 
     def read(self, path: SandboxPath) -> bytes:
-        """The whole content of a regular file. Raises FileError (EISDIR, EINVAL) for anything else. Safe to repeat."""
+        """The whole content of a regular file. Raises InvalidArgument (``errno`` EISDIR, EINVAL) for anything else. Safe to repeat."""
         return run(self._async.read(path))
 
     def read_text(self, path: SandboxPath, *, encoding: str = "utf-8", errors: str = "strict") -> str:

@@ -33,9 +33,7 @@ from typing_extensions import override
 from libdsec import (
     CommandResult,
     DSecClient,
-    FileError,
-    FileNotFound,
-    PermissionDenied,
+    DSecError,
     Sandbox,
     SandboxFailed,
     SandboxGone,
@@ -258,11 +256,8 @@ def _as_os_error(file: str) -> Iterator[None]:
     """File errors as the built-in exceptions that Inspect documents."""
     try:
         yield
-    except FileNotFound as error:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file) from error
-    except PermissionDenied as error:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), file) from error
-    except FileError as error:
+    except DSecError as error:
         if error.errno is None:
             raise
+        # OSError picks the subclass that belongs to the number.
         raise OSError(error.errno, os.strerror(error.errno), file) from error

@@ -4,6 +4,7 @@ attributes."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -311,7 +312,7 @@ class FakeServer:
         if path in self.directories:
             return FileInfo(path_bytes=path, type="directory", size=0, mode=0o755, uid=0, gid=0, mtime=0.0)
         if path not in self.files:
-            raise FileNotFound(os.fsdecode(path))
+            raise FileNotFound(os.fsdecode(path), errno=errno.ENOENT)
         return FileInfo(path_bytes=path, type="file", size=len(self.files[path]), mode=0o4755, uid=0, gid=0, mtime=0.0)
 
     async def _read(self, request: web.Request) -> web.Response:

@@ -101,6 +101,11 @@ async def test_want_of_capacity_is_waited_for_while_there_is_time(server: FakeSe
     assert len({key for keys in server.asked for key in keys}) == 1
 
 
+async def test_a_full_queue_is_waited_for_while_there_is_time(server: FakeServer, client: DSecClient) -> None:
+    server.fail_next = [CAPACITY]
+    assert (await client.run(ARGS, timeout=30)).state == "running"
+
+
 async def test_want_of_capacity_is_raised_at_once_without_a_deadline(server: FakeServer, client: DSecClient) -> None:
     server.refuse_images["python:3.11"] = [CAPACITY]
     with pytest.raises(NoCapacity) as caught:
