@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::options::Options;
 use child::Child;
-use directories::{remove_directory, remove_file, remove_tree};
+use directories::{remove_directory, remove_file};
 use signals::Signals;
 
 /// What requests under way may take to finish when the service is told to end.
@@ -180,12 +180,6 @@ impl Supervisor<'_> {
             Ending::Leave => 0,
             Ending::Sweep | Ending::SweepNow => crate::sweep::run(self.options)?,
         };
-        if self.ending != Ending::Leave && status == 0 {
-            remove_file(&run.join("spawner.sock"))?;
-            remove_file(&run.join("layers.ns"))?;
-            remove_tree(&run.join("meta"))?;
-            remove_tree(&run.join("c"))?;
-        }
         remove_file(&run.join("lock"))?;
         Ok(status)
     }

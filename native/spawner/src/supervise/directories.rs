@@ -18,8 +18,9 @@ const RUN_MODE: u32 = 0o1775;
 const STATE_MODE: u32 = 0o1770;
 
 /// Names in a run directory that a run of ours leaves behind, or that `dsec up` writes before it starts us.
-const RUN_NAMES: [&str; 10] = [
+const RUN_NAMES: [&str; 12] = [
     "app",
+    "bin",
     "c",
     "client.json",
     "layers.ns",
@@ -28,6 +29,7 @@ const RUN_NAMES: [&str; 10] = [
     "ready",
     "ready.part",
     "spawner.sock",
+    "stage",
     "up.json",
 ];
 /// Likewise in a state directory.
@@ -204,11 +206,6 @@ pub fn remove_file(path: &Path) -> Result<(), String> {
 /// Removes an empty directory if it is there.
 pub fn remove_directory(path: &Path) -> Result<(), String> {
     absent_is_fine(path, fs::remove_dir(path))
-}
-
-/// Removes a directory of root's with all that is in it, if it is there.
-pub fn remove_tree(path: &Path) -> Result<(), String> {
-    absent_is_fine(path, fs::remove_dir_all(path))
 }
 
 fn absent_is_fine(path: &Path, result: io::Result<()>) -> Result<(), String> {
