@@ -19,6 +19,8 @@ from libdsec.errors import FileError
 
 CHUNK = 1 << 20
 """Bytes read, sent and written at a time."""
+READ_AHEAD = 32 << 10
+"""Bytes that tarfile holds while it unpacks. It moves what is left of them for every header, so that more is slower with small files."""
 BLOCK = 512
 """Tar's unit: headers and contents are padded to it."""
 END = b"\0" * (2 * BLOCK)
@@ -86,7 +88,8 @@ def _member(path: Path, name: str, seen: dict[tuple[int, int], str]) -> tarfile.
     status = path.lstat()
     member = tarfile.TarInfo(name)
     member.mode = stat.S_IMODE(status.st_mode)
-    member.mtime = status.st_mtime
+    # Whole seconds: a fraction would need a second header for every entry.
+    member.mtime = int(status.st_mtime)
     if stat.S_ISDIR(status.st_mode):
         member.type = tarfile.DIRTYPE
     elif stat.S_ISLNK(status.st_mode):
@@ -161,7 +164,7 @@ class _Unpacking:
 
     def run(self, source: _Pulled) -> None:
         try:
-            with tarfile.open(fileobj=cast(BinaryIO, source), mode="r|", bufsize=CHUNK, errorlevel=2) as archive:
+            with tarfile.open(fileobj=cast(BinaryIO, source), mode="r|", bufsize=READ_AHEAD, errorlevel=2) as archive:
                 for member in archive:
                     self._take(archive, member)
         except tarfile.TarError as error:

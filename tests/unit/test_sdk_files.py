@@ -203,7 +203,7 @@ class TestTransfer:
         assert (target / "sub" / "same").stat().st_ino == (target / "big").stat().st_ino
         assert os.readlink(target / "sub" / "up") == "../big"
         assert (target / "sub" / "run").stat().st_mode & 0o7777 == 0o755
-        assert (target / "big").stat().st_mtime == pytest.approx((source / "big").stat().st_mtime)
+        assert (target / "big").stat().st_mtime == int((source / "big").stat().st_mtime)
 
 
 def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", content: bytes = b"") -> tuple[tarfile.TarInfo, bytes]:
