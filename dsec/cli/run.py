@@ -34,12 +34,8 @@ def fail(message: str, *, code: int = FAILED) -> NoReturn:
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
     """Turn what the body raises into one line and an exit code."""
-    from libdsec.errors import DSecError
-
     try:
         yield
-    except DSecError as error:
-        fail(_with_advice(error))
     except CliError as error:
         fail(str(error))
     except BrokenPipeError:
@@ -50,6 +46,13 @@ def reported() -> Iterator[None]:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        # Not imported before something went wrong: the SDK takes half a second, which `dsec down` needn't spend.
+        from libdsec.errors import DSecError
+
+        if isinstance(error, DSecError):
+            fail(_with_advice(error))
+        raise
 
 
 def with_client(action: Callable[[DSecClient], Awaitable[int | None]]) -> None:
