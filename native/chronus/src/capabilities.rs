@@ -1,0 +1,97 @@
+//! What chronus may do and what its commands may: it keeps every capability of its user namespace, they get a fixed few, and only as root.
+
+use std::io;
+
+use crate::kernel::check;
+
+/// _LINUX_CAPABILITY_VERSION_3: two words a set.
+const VERSION: u32 = 0x2008_0522;
+/// More numbers than any kernel has capabilities.
+const CAPABILITIES_MAX: libc::c_ulong = 63;
+
+/// Docker's default set less NET_RAW and MKNOD, as numbers of linux/capability.h: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID,
+/// SETUID, SETPCAP, NET_BIND_SERVICE, SYS_CHROOT, AUDIT_WRITE, SETFCAP.
+const COMMAND_SET: [u32; 12] = [0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 29, 31];
+
+#[repr(C)]
+struct Header {
+    version: u32,
+    pid: libc::c_int,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Words {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
+}
+
+/// The bits of the sets of a command that runs as root.
+fn command_bits() -> u64 {
+    COMMAND_SET
+        .iter()
+        .fold(0, |bits, number| bits | 1 << number)
+}
+
+fn set(permitted: u64, effective: u64) -> io::Result<()> {
+    let header = Header {
+        version: VERSION,
+        pid: 0,
+    };
+    let word = |shift: u32| Words {
+        effective: (effective >> shift) as u32,
+        permitted: (permitted >> shift) as u32,
+        inheritable: 0,
+    };
+    let words = [word(0), word(32)];
+    // SAFETY: capset reads the header and two words of each set.
+    check(unsafe { libc::syscall(libc::SYS_capset, &header, words.as_ptr()) } as libc::c_int)
+        .map(drop)
+}
+
+fn permitted() -> io::Result<u64> {
+    let header = Header {
+        version: VERSION,
+        pid: 0,
+    };
+    let mut words = [Words::default(); 2];
+    // SAFETY: capget reads the header and writes two words of each set.
+    check(unsafe { libc::syscall(libc::SYS_capget, &header, words.as_mut_ptr()) } as libc::c_int)?;
+    Ok(u64::from(words[0].permitted) | u64::from(words[1].permitted) << 32)
+}
+
+/// Prepares this process so that its children need little more: the bounding set is what a command may ever have, nothing is inheritable
+/// or ambient. Chronus itself keeps what it has, since it never executes another program.
+pub fn confine_children() -> io::Result<()> {
+    let bits = command_bits();
+    for number in (0..=CAPABILITIES_MAX).filter(|number| bits >> number & 1 == 0) {
+        // SAFETY: plain prctl calls.
+        if unsafe { libc::prctl(libc::PR_CAPBSET_READ, number) } == 1 {
+            // SAFETY: as above.
+            check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, number) })?;
+        }
+    }
+    // SAFETY: as above; the unused arguments have to be 0.
+    check(unsafe {
+        libc::prctl(
+            libc::PR_CAP_AMBIENT,
+            libc::PR_CAP_AMBIENT_CLEAR_ALL,
+            0,
+            0,
+            0,
+        )
+    })?;
+    let all = permitted()?;
+    set(all, all)
+}
+
+/// In a child that has taken on its user: leaves root with the command set, anybody else with nothing.
+pub fn drop_for(uid: u32) -> io::Result<()> {
+    let bits = if uid == 0 {
+        command_bits() & permitted()?
+    } else {
+        0
+    };
+    set(bits, bits)
+}

@@ -1,0 +1,124 @@
+//! One v2 cgroup a command: the exact set of its processes, killed as one.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use crate::kernel::{check, errno, own, write};
+
+/// The directory on fd 4 and the cgroups made in it.
+pub struct Groups {
+    root: OwnedFd,
+    next: u64,
+    /// Cgroups whose command is gone but which still hold processes.
+    retired: Vec<Group>,
+}
+
+/// A cgroup of one command, named `e<number>`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Group(u64);
+
+impl Group {
+    fn path(self, file: &str) -> CString {
+        let path = if file.is_empty() {
+            format!("e{}", self.0)
+        } else {
+            format!("e{}/{file}", self.0)
+        };
+        CString::new(path).unwrap_or_default()
+    }
+}
+
+impl Groups {
+    pub fn new(root: OwnedFd) -> Groups {
+        Groups {
+            root,
+            next: 1,
+            retired: Vec::new(),
+        }
+    }
+
+    /// Makes the next cgroup and opens it for CLONE_INTO_CGROUP.
+    pub fn create(&mut self) -> io::Result<(Group, OwnedFd)> {
+        loop {
+            let group = Group(self.next);
+            self.next += 1;
+            let path = group.path("");
+            // SAFETY: the path is a C string; the descriptor is ours.
+            match check(unsafe { libc::mkdirat(self.root.as_raw_fd(), path.as_ptr(), 0o755) }) {
+                // Left by an earlier chronus of the same tree; its number is skipped.
+                Err(error) if errno(&error) == libc::EEXIST => continue,
+                Err(error) => return Err(error),
+                Ok(_) => {}
+            }
+            let flags = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
+            // SAFETY: as above.
+            return match own(unsafe { libc::openat(self.root.as_raw_fd(), path.as_ptr(), flags) }) {
+                Ok(directory) => Ok((group, directory)),
+                Err(error) => {
+                    self.retire(group);
+                    Err(error)
+                }
+            };
+        }
+    }
+
+    fn write(&self, group: Group, file: &str, data: &[u8]) -> io::Result<()> {
+        // SAFETY: the path is a C string; the descriptor is ours.
+        let file = own(unsafe {
+            libc::openat(
+                self.root.as_raw_fd(),
+                group.path(file).as_ptr(),
+                libc::O_WRONLY | libc::O_CLOEXEC,
+            )
+        })?;
+        write(file.as_raw_fd(), data).map(drop)
+    }
+
+    /// Kills everything in it; processes that are being forked right now included.
+    pub fn kill(&self, group: Group) -> io::Result<()> {
+        self.write(group, "cgroup.kill", b"1")
+    }
+
+    /// Puts the calling process into it (by a child that could not be cloned into it).
+    pub fn enter(&self, group: Group) -> io::Result<()> {
+        self.write(group, "cgroup.procs", b"0")
+    }
+
+    /// The command is gone. True when its cgroup is too; false when survivors still hold it: it is removed when they are gone.
+    pub fn retire(&mut self, group: Group) -> bool {
+        let removed = self.remove(group);
+        if !removed {
+            self.retired.push(group);
+        }
+        removed
+    }
+
+    fn remove(&self, group: Group) -> bool {
+        // SAFETY: the path is a C string; the descriptor is ours.
+        match check(unsafe {
+            libc::unlinkat(
+                self.root.as_raw_fd(),
+                group.path("").as_ptr(),
+                libc::AT_REMOVEDIR,
+            )
+        }) {
+            Ok(_) => true,
+            Err(error) => errno(&error) == libc::ENOENT,
+        }
+    }
+
+    /// Removes the retired cgroups that are empty by now. True when some are left.
+    pub fn sweep(&mut self) -> bool {
+        let retired = std::mem::take(&mut self.retired);
+        self.retired = retired
+            .into_iter()
+            .filter(|group| !self.remove(*group))
+            .collect();
+        self.has_retired()
+    }
+
+    pub fn has_retired(&self) -> bool {
+        !self.retired.is_empty()
+    }
+}

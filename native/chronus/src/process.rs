@@ -1,0 +1,401 @@
+//! Processes: starting one in a cgroup of its own, and ending all of it.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use crate::cgroup::{Group, Groups};
+use crate::child::{self, Launch};
+use crate::kernel::{self, check, check_size, errno};
+use crate::report::{Report, Reports, Stage};
+
+/// linux/sched.h; libc's constant has another type.
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+/// Under memory pressure a command goes before chronus does.
+const COMMAND_OOM_SCORE: &[u8] = b"500";
+const OWN_OOM_SCORE: &[u8] = b"0";
+
+/// A child that leads a session, and with it everything that it starts.
+#[derive(Debug, Clone, Copy)]
+pub struct Process {
+    pub pid: i32,
+    group: Option<Group>,
+    report: Report,
+}
+
+/// How a leader ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Status {
+    /// Exit status, or 128 + signal.
+    pub code: i64,
+    pub signal: Option<u8>,
+}
+
+impl Status {
+    /// From what waitpid(2) gives.
+    pub fn from_wait(status: libc::c_int) -> Status {
+        if libc::WIFSIGNALED(status) {
+            let signal = libc::WTERMSIG(status);
+            Status {
+                code: 128 + i64::from(signal),
+                signal: u8::try_from(signal).ok(),
+            }
+        } else {
+            Status {
+                code: i64::from(libc::WEXITSTATUS(status)),
+                signal: None,
+            }
+        }
+    }
+}
+
+/// Why a program was not started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StartError {
+    pub stage: Stage,
+    pub errno: i32,
+}
+
+/// What starting takes.
+pub struct Starter {
+    groups: Option<Groups>,
+    reports: Reports,
+    cookie: (u64, u64),
+    /// clone3 into a cgroup isn't possible here (an old kernel, a filter, a hierarchy that refuses): fork, then move.
+    fork_only: bool,
+    strict: bool,
+    /// /proc/self/oom_score_adj, opened while this process could.
+    oom_score: Option<OwnedFd>,
+}
+
+impl Starter {
+    pub fn new(
+        groups: Option<Groups>,
+        cookie: (u64, u64),
+        strict: bool,
+        oom_score: Option<OwnedFd>,
+    ) -> Starter {
+        Starter {
+            groups,
+            reports: Reports::default(),
+            cookie,
+            fork_only: false,
+            strict,
+            oom_score,
+        }
+    }
+
+    /// True in a sandbox, where nothing may be skipped.
+    pub fn strict(&self) -> bool {
+        self.strict
+    }
+
+    /// Starts a child; what goes wrong in it later is told by [`Starter::bury`].
+    pub fn start(&mut self, launch: Launch<'_>) -> Result<Process, StartError> {
+        self.try_start(launch).map_err(|error| StartError {
+            stage: Stage::Fork,
+            errno: errno(&error),
+        })
+    }
+
+    fn try_start(&mut self, launch: Launch<'_>) -> io::Result<Process> {
+        let report = self.reports.take()?;
+        let created = match self.groups.as_mut().map(Groups::create).transpose() {
+            Ok(created) => created,
+            Err(error) => {
+                self.reports.give_back(report);
+                return Err(error);
+            }
+        };
+        let group = created.as_ref().map(|(group, _)| *group);
+        self.set_oom_score(COMMAND_OOM_SCORE);
+        let forked = self.fork(created.as_ref().map(|(_, directory)| directory));
+        match forked {
+            Ok(Forked::Child { in_group }) => {
+                let enter = || {
+                    if let (false, Some(groups), Some(group)) = (in_group, &self.groups, group) {
+                        // Without its cgroup the command still runs; killing it falls back to its session.
+                        let _cannot_be_told = groups.enter(group);
+                    }
+                };
+                child::run(launch, report, enter)
+            }
+            Ok(Forked::Parent { pid }) => {
+                self.set_oom_score(OWN_OOM_SCORE);
+                Ok(Process { pid, group, report })
+            }
+            Err(error) => {
+                self.set_oom_score(OWN_OOM_SCORE);
+                self.reports.give_back(report);
+                if let (Some(groups), Some(group)) = (&mut self.groups, group) {
+                    groups.retire(group);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Best effort: children inherit the score that chronus has while it forks, because they may not set their own before they execute.
+    fn set_oom_score(&self, score: &[u8]) {
+        if let Some(file) = &self.oom_score {
+            // SAFETY: writes a few bytes at the start of the file.
+            unsafe { libc::pwrite(file.as_raw_fd(), score.as_ptr().cast(), score.len(), 0) };
+        }
+    }
+
+    fn fork(&mut self, directory: Option<&OwnedFd>) -> io::Result<Forked> {
+        if let (false, Some(directory)) = (self.fork_only, directory) {
+            match self.clone_into(directory) {
+                Ok(forked) => return Ok(forked),
+                Err(error)
+                    if matches!(
+                        errno(&error),
+                        libc::ENOSYS
+                            | libc::EPERM
+                            | libc::EINVAL
+                            | libc::EOPNOTSUPP
+                            | libc::EBUSY
+                            | libc::EACCES
+                    ) =>
+                {
+                    self.fork_only = true;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        // SAFETY: this process has one thread.
+        match check(unsafe { libc::fork() })? {
+            0 => Ok(Forked::Child { in_group: false }),
+            pid => Ok(Forked::Parent { pid }),
+        }
+    }
+
+    /// fork(2) into a cgroup. The sandbox's seccomp filter lets clone3 through only with the cookie, which glibc's wrapper can't pass.
+    fn clone_into(&self, directory: &OwnedFd) -> io::Result<Forked> {
+        // SAFETY: clone_args is plain data; zero means unused.
+        let mut arguments: libc::clone_args = unsafe { std::mem::zeroed() };
+        arguments.flags = CLONE_INTO_CGROUP;
+        arguments.exit_signal = libc::SIGCHLD as u64;
+        arguments.cgroup = directory.as_raw_fd() as u64;
+        let unused: libc::c_long = 0;
+        // SAFETY: without CLONE_VM this is a fork; this process has one thread.
+        let pid = check_size(unsafe {
+            libc::syscall(
+                libc::SYS_clone3,
+                &arguments,
+                size_of::<libc::clone_args>(),
+                unused,
+                unused,
+                self.cookie.0,
+                self.cookie.1,
+            )
+        } as isize)?;
+        Ok(match pid {
+            0 => Forked::Child { in_group: true },
+            pid => Forked::Parent { pid: pid as i32 },
+        })
+    }
+
+    /// Sends a signal to the leader's process group. False when nobody is there.
+    pub fn signal(&self, process: &Process, signal: i32) -> bool {
+        // SAFETY: kill has no memory effects; the leader is not reaped yet, so the number is still its own.
+        unsafe {
+            // A leader that hasn't come to setsid yet has no group of its own.
+            libc::kill(-process.pid, signal) == 0 || libc::kill(process.pid, signal) == 0
+        }
+    }
+
+    /// Kills every process of the command.
+    pub fn kill(&self, process: &Process) {
+        let by_group = matches!((&self.groups, process.group), (Some(groups), Some(group)) if groups.kill(group).is_ok());
+        if !by_group {
+            kill_session(process.pid);
+        }
+    }
+
+    /// The leader is dead and reaped: says whether its program had started, and lets go of its cgroup. With `kill_rest` survivors die.
+    pub fn bury(&mut self, process: &Process, kill_rest: bool) -> (Option<StartError>, Survivors) {
+        let failed = self
+            .reports
+            .give_back(process.report)
+            .map(|(stage, errno)| StartError { stage, errno });
+        let emptied = match (&mut self.groups, process.group) {
+            (Some(groups), Some(group)) => groups.retire(group),
+            _ => false,
+        };
+        if emptied {
+            return (failed, Survivors::None);
+        }
+        if kill_rest {
+            self.kill(process);
+        }
+        let survivors = if process.group.is_some() {
+            Survivors::Some
+        } else {
+            Survivors::None
+        };
+        (failed, survivors)
+    }
+
+    /// Removes cgroups that have become empty. True when some are left.
+    pub fn sweep_groups(&mut self) -> bool {
+        self.groups.as_mut().is_some_and(Groups::sweep)
+    }
+
+    pub fn has_retired_groups(&self) -> bool {
+        self.groups.as_ref().is_some_and(Groups::has_retired)
+    }
+}
+
+enum Forked {
+    Parent { pid: i32 },
+    Child { in_group: bool },
+}
+
+/// Whether a dead leader's cgroup still holds processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Survivors {
+    None,
+    Some,
+}
+
+/// Kills a session leader's session and the descendants that left it, where there is no cgroup to say who they are.
+fn kill_session(leader: i32) {
+    let table = process_table();
+    let mut condemned: HashSet<i32> = HashSet::from([leader]);
+    loop {
+        let more: Vec<i32> = table
+            .iter()
+            .filter(|entry| {
+                !condemned.contains(&entry.pid)
+                    && (entry.session == leader || condemned.contains(&entry.parent))
+            })
+            .map(|entry| entry.pid)
+            .collect();
+        if more.is_empty() {
+            break;
+        }
+        condemned.extend(more);
+    }
+    // SAFETY: kill has no memory effects. The leader's number may be free by now, but its group's isn't while a member lives.
+    unsafe { libc::kill(-leader, libc::SIGKILL) };
+    for pid in condemned.into_iter().filter(|pid| {
+        *pid != leader
+            || table
+                .iter()
+                .any(|entry| entry.pid == leader && entry.session == leader)
+    }) {
+        // SAFETY: as above.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+    }
+}
+
+struct Entry {
+    pid: i32,
+    parent: i32,
+    session: i32,
+}
+
+fn process_table() -> Vec<Entry> {
+    let Ok(directory) = std::fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let pids = directory.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter_map(|pid| parse_stat(pid, &std::fs::read(format!("/proc/{pid}/stat")).ok()?))
+        .collect()
+}
+
+/// proc(5): "pid (comm) state ppid pgrp session …", where comm may hold anything.
+fn parse_stat(pid: i32, stat: &[u8]) -> Option<Entry> {
+    let after_name = &stat[stat.iter().rposition(|byte| *byte == b')')? + 1..];
+    let mut fields = std::str::from_utf8(after_name)
+        .ok()?
+        .split_ascii_whitespace();
+    let parent = fields.nth(1)?.parse().ok()?;
+    let session = fields.nth(1)?.parse().ok()?;
+    Some(Entry {
+        pid,
+        parent,
+        session,
+    })
+}
+
+/// The next dead child, if there is one: its pid and how it ended. Orphans that fell to chronus are among them.
+pub fn reap() -> Option<(i32, Status)> {
+    let mut status = 0;
+    // SAFETY: waitpid writes one int.
+    let pid = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG) };
+    (pid > 0).then(|| (pid, Status::from_wait(status)))
+}
+
+/// What was to be started, to explain why it wasn't.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Attempt {
+    pub program: Vec<u8>,
+    pub user: String,
+    pub cwd: Vec<u8>,
+}
+
+/// Names in messages are cut to this many bytes.
+const SHOWN_MAX: usize = 1 << 10;
+
+impl Attempt {
+    pub fn new(program: &[u8], user: &str, cwd: &[u8]) -> Attempt {
+        Attempt {
+            program: program.to_vec(),
+            user: user.to_owned(),
+            cwd: cwd.to_vec(),
+        }
+    }
+
+    /// What a start error says to the caller.
+    pub fn explain(&self, error: StartError) -> String {
+        let reason = kernel::describe(error.errno);
+        let shown =
+            |name: &[u8]| String::from_utf8_lossy(&name[..name.len().min(SHOWN_MAX)]).into_owned();
+        let user = shown(self.user.as_bytes());
+        match error.stage {
+            Stage::Fork => format!("fork: {reason}"),
+            Stage::Stdio => format!("standard descriptors: {reason}"),
+            Stage::UnknownUser => format!("user {user}: not in the sandbox's /etc/passwd"),
+            Stage::UnknownGroup => {
+                format!("user {user}: its group is not in the sandbox's /etc/group")
+            }
+            Stage::Credentials => format!("become user {user}: {reason}"),
+            Stage::Terminal => format!("open a terminal: {reason}"),
+            Stage::Directory => format!("chdir {}: {reason}", shown(&self.cwd)),
+            Stage::NoNewPrivs => format!("no_new_privs: {reason}"),
+            Stage::Execute => format!("exec {}: {reason}", shown(&self.program)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_name_can_not_confuse_the_table() {
+        let entry = parse_stat(7, b"7 (a) S 1 (b) c) R 3 5 4 0 -1").unwrap();
+        assert_eq!((entry.pid, entry.parent, entry.session), (7, 3, 4));
+        assert!(parse_stat(7, b"7 (x").is_none());
+    }
+
+    #[test]
+    fn a_signal_is_128_and_its_number() {
+        assert_eq!(
+            Status::from_wait(9),
+            Status {
+                code: 137,
+                signal: Some(9)
+            }
+        );
+        assert_eq!(
+            Status::from_wait(3 << 8),
+            Status {
+                code: 3,
+                signal: None
+            }
+        );
+    }
+}

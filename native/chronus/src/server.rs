@@ -1,0 +1,896 @@
+//! The loop: events in, frames in, commands along, frames out. Nothing in here blocks.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::Duration;
+
+use wire::frame::{kind, Frame, MAX_PAYLOAD, PROTOCOL_VERSION};
+use wire::message::{self, Attach, Env, Listed, Shell, Start, What};
+
+use crate::buffer::{OutputBuffer, Policy};
+use crate::builtin;
+use crate::child::{Launch, Program};
+use crate::command::{offset_gone, Command, Origin, Subscriber, INITIAL_CREDIT};
+use crate::connection::{each_frame, Broken, Connection};
+use crate::kernel::{self, errno, own, End, Poller, Token, READABLE};
+use crate::process::{self, Attempt, StartError, Starter, Status, Survivors};
+use crate::report::Stage;
+use crate::session::Sessions;
+use crate::stdio::{close_handover, take_terminal, Descriptors, Stdin};
+use crate::timers::{Timer, Timers};
+use crate::tunnel;
+
+/// How long a pipe is read that survivors of a leader hold.
+const DRAIN_TIME: Duration = Duration::from_millis(200);
+/// First and longest pause between two attempts to remove cgroups that were still busy.
+const SWEEP_PAUSE_MIN: Duration = Duration::from_millis(2);
+const SWEEP_PAUSE_MAX: Duration = Duration::from_secs(1);
+/// Pause before another attempt to accept a connection, or to give memory back.
+const LATER: Duration = Duration::from_secs(1);
+/// Ended commands that are kept, and how much output of theirs.
+const ENDED_MAX: usize = 256;
+const ENDED_BYTES_MAX: u64 = 64 << 20;
+/// Longest exec_id and session name.
+const NAME_MAX: usize = 128;
+const DEFAULT_CWD: &[u8] = b"/";
+
+/// Whom a command runs as, and where.
+struct Who<'a> {
+    user: &'a str,
+    cwd: &'a [u8],
+    env: &'a Env,
+    no_new_privs: bool,
+}
+
+/// Whose leader a pid is.
+#[derive(Debug, Clone, Copy)]
+pub enum Leader {
+    Command(u64),
+    Session(u64),
+}
+
+pub struct Chronus {
+    pub(crate) poller: Poller,
+    pub(crate) timers: Timers,
+    pub(crate) starter: Starter,
+    pub(crate) connection: Option<Connection>,
+    pub(crate) commands: HashMap<u64, Command>,
+    pub(crate) leaders: HashMap<i32, Leader>,
+    pub(crate) sessions: Sessions,
+    /// Stream of the connection to command.
+    pub(crate) streams: HashMap<u32, u64>,
+    by_exec_id: HashMap<String, u64>,
+    /// Ended commands that are kept, oldest first, with the bytes of output that they keep.
+    ended: VecDeque<(u64, u64)>,
+    ended_bytes: u64,
+    /// Commands that may have something to send.
+    sendable: VecDeque<u64>,
+    next_id: u64,
+    history: u64,
+    listener: OwnedFd,
+    children: OwnedFd,
+    sweep_pause: Duration,
+    sweep_set: bool,
+    trim_set: bool,
+}
+
+impl Chronus {
+    /// `children` is a signalfd for SIGCHLD.
+    pub fn new(
+        listener: OwnedFd,
+        children: OwnedFd,
+        starter: Starter,
+        history: u64,
+    ) -> io::Result<Chronus> {
+        let poller = Poller::new()?;
+        kernel::set_nonblocking(listener.as_raw_fd())?;
+        poller.add(listener.as_raw_fd(), Token::Listener, READABLE)?;
+        poller.add(children.as_raw_fd(), Token::Children, READABLE)?;
+        Ok(Chronus {
+            poller,
+            timers: Timers::default(),
+            starter,
+            connection: None,
+            commands: HashMap::new(),
+            leaders: HashMap::new(),
+            sessions: Sessions::default(),
+            streams: HashMap::new(),
+            by_exec_id: HashMap::new(),
+            ended: VecDeque::new(),
+            ended_bytes: 0,
+            sendable: VecDeque::new(),
+            next_id: 1,
+            history,
+            listener,
+            children,
+            sweep_pause: SWEEP_PAUSE_MIN,
+            sweep_set: false,
+            trim_set: false,
+        })
+    }
+
+    /// Serves for ever; returns only if the kernel refuses to wait for events.
+    pub fn serve(&mut self) -> io::Error {
+        let mut ready = Vec::new();
+        loop {
+            ready.clear();
+            match self.poller.wait(self.timers.timeout_ms(), &mut ready) {
+                Err(error) if error.kind() != io::ErrorKind::Interrupted => return error,
+                _ => {}
+            }
+            // Deaths last: what the dead have written is then read already, mostly.
+            ready.sort_by_key(|(token, _)| *token == Token::Children);
+            for (token, events) in &ready {
+                self.handle_event(*token, *events);
+            }
+            while let Some(timer) = self.timers.pop_due() {
+                self.handle_timer(timer);
+            }
+            self.send();
+        }
+    }
+
+    fn handle_event(&mut self, token: Token, events: u32) {
+        let hung_up = events & (libc::EPOLLHUP | libc::EPOLLERR) as u32 != 0;
+        match token {
+            Token::Listener => self.accept(),
+            Token::Children => self.reap_children(),
+            Token::Connection => {
+                if events & READABLE != 0 || hung_up {
+                    self.receive();
+                }
+            }
+            Token::Command(id, end) => self.handle_command_event(id, end, hung_up),
+            Token::Session(id, end) => self.handle_session_event(id, end, hung_up),
+        }
+    }
+
+    fn handle_command_event(&mut self, id: u64, end: End, hung_up: bool) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        match end {
+            End::Stdout => command.read_output(0, hung_up, &self.poller),
+            End::Stderr => command.read_output(1, hung_up, &self.poller),
+            End::Terminal => take_terminal(command, &self.poller),
+            End::Stdin | End::Status => {
+                if command.connecting.is_some() {
+                    return self.finish_connecting(id);
+                }
+                let taken = command.input.flush();
+                command.return_credit(&taken, self.connection.as_mut());
+            }
+        }
+        self.settle(id);
+    }
+
+    /// After anything has changed about a command: what is watched, what can be sent, and whether it is over.
+    pub(crate) fn settle(&mut self, id: u64) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        if matches!(command.origin, Origin::Tunnel) {
+            tunnel::check_end(command);
+        }
+        command.watch(&self.poller);
+        if command.is_over() {
+            self.conclude(id);
+        }
+        self.enqueue(id);
+    }
+
+    /// Remembers that a command may have something to send.
+    fn enqueue(&mut self, id: u64) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        if !command.queued && !command.subscribers.is_empty() {
+            command.queued = true;
+            self.sendable.push_back(id);
+        }
+    }
+
+    fn handle_timer(&mut self, timer: Timer) {
+        match timer {
+            Timer::CommandTimeout(id) => self.time_out(id),
+            Timer::DrainEnded(id) => {
+                let Some(command) = self.commands.get_mut(&id) else {
+                    return;
+                };
+                command.drain = None;
+                command.close_output(0, &self.poller);
+                command.close_output(1, &self.poller);
+                self.settle(id);
+            }
+            Timer::SweepGroups => {
+                self.sweep_set = false;
+                if self.starter.sweep_groups() {
+                    self.sweep_pause = (self.sweep_pause * 2).min(SWEEP_PAUSE_MAX);
+                    self.sweep_later();
+                }
+            }
+            Timer::Trim => {
+                self.trim_set = false;
+                self.listen_again();
+                if let Some(connection) = &mut self.connection {
+                    connection.trim();
+                }
+                // SAFETY: gives free heap pages back to the kernel.
+                unsafe { libc::malloc_trim(0) };
+            }
+        }
+    }
+
+    fn sweep_later(&mut self) {
+        if !self.sweep_set {
+            self.sweep_set = self
+                .timers
+                .set(self.sweep_pause, Timer::SweepGroups)
+                .is_some();
+        }
+    }
+
+    pub(crate) fn trim_later(&mut self) {
+        if !self.trim_set {
+            self.trim_set = self.timers.set(LATER, Timer::Trim).is_some();
+        }
+    }
+
+    fn time_out(&mut self, id: u64) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        command.timeout = None;
+        command.timed_out = true;
+        match command.origin {
+            Origin::Process(process) => self.starter.kill(&process),
+            Origin::Call(session) => self.kill_session_shell(session),
+            Origin::Tunnel | Origin::Nothing => {}
+        }
+    }
+
+    // ---- the connection
+
+    fn accept(&mut self) {
+        let flags = libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+        // SAFETY: accepts without asking for the peer's address.
+        let accepted = own(unsafe {
+            libc::accept4(
+                self.listener.as_raw_fd(),
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+                flags,
+            )
+        });
+        match accepted.and_then(|socket| Connection::new(socket, &self.poller)) {
+            Ok(connection) => {
+                self.lose_connection();
+                let mut connection = connection;
+                let running = self
+                    .commands
+                    .values()
+                    .filter(|command| command.kept && command.running())
+                    .count();
+                connection.push(0, kind::HELLO, PROTOCOL_VERSION, &message::hello(running));
+                self.connection = Some(connection);
+            }
+            Err(error)
+                if matches!(
+                    errno(&error),
+                    libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS
+                ) =>
+            {
+                // The old connection gives a descriptor back; without one, the listener would be ready for ever.
+                if self.connection.is_none() {
+                    self.poller.remove(self.listener.as_raw_fd());
+                    self.trim_later();
+                }
+                self.lose_connection();
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Watches the listener again if it was put aside; watching it already is no error.
+    fn listen_again(&mut self) {
+        let _watched_already =
+            self.poller
+                .add(self.listener.as_raw_fd(), Token::Listener, READABLE);
+    }
+
+    /// Nobody listens any more. Commands go on; what only this connection could have used ends.
+    fn lose_connection(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            connection.close(&self.poller);
+        }
+        self.streams.clear();
+        let followed: Vec<u64> = self
+            .commands
+            .values()
+            .filter(|command| !command.subscribers.is_empty())
+            .map(|command| command.id)
+            .collect();
+        for id in followed {
+            if let Some(command) = self.commands.get_mut(&id) {
+                command.subscribers.clear();
+            }
+            self.abandon_if_unwanted(id);
+        }
+    }
+
+    /// Ends what nobody can find again, once nobody follows it.
+    fn abandon_if_unwanted(&mut self, id: u64) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        if command.kept || !command.subscribers.is_empty() {
+            return;
+        }
+        match command.origin {
+            Origin::Process(process) if command.status.is_none() => self.starter.kill(&process),
+            Origin::Process(_) if command.exit.is_none() => {}
+            Origin::Call(_) if command.exit.is_none() => {}
+            _ => self.forget(id),
+        }
+    }
+
+    fn receive(&mut self) {
+        let Some(connection) = &mut self.connection else {
+            return;
+        };
+        match connection.receive() {
+            Err(Broken) => return self.lose_connection(),
+            Ok(false) => return,
+            Ok(true) => {}
+        }
+        let input = connection.take_input();
+        let handled = each_frame(&input, |frame| self.handle_frame(frame));
+        match (handled, &mut self.connection) {
+            (Ok(consumed), Some(connection)) => {
+                connection.keep(input, consumed);
+                if connection.is_bloated() {
+                    self.trim_later();
+                }
+            }
+            _ => self.lose_connection(),
+        }
+    }
+
+    /// Fills the connection from the commands' buffers, as far as it takes it.
+    fn send(&mut self) {
+        loop {
+            let Some(connection) = &mut self.connection else {
+                self.sendable.clear();
+                self.commands
+                    .values_mut()
+                    .for_each(|command| command.queued = false);
+                return;
+            };
+            // Each command once a round: one with much to send doesn't hold the others up.
+            for _ in 0..self.sendable.len() {
+                let Some(id) = self.sendable.pop_front() else {
+                    break;
+                };
+                let Some(command) = self.commands.get_mut(&id) else {
+                    continue;
+                };
+                if command.pump(connection, &mut self.streams) {
+                    self.sendable.push_back(id);
+                    break;
+                }
+                command.queued = false;
+                if !command.kept && command.exit.is_some() && command.subscribers.is_empty() {
+                    self.commands.remove(&id);
+                }
+            }
+            if connection.flush(&self.poller).is_err() {
+                self.lose_connection();
+                continue;
+            }
+            if self.sendable.is_empty() || !connection.has_room() {
+                return;
+            }
+        }
+    }
+
+    /// Queues a frame if somebody is there.
+    pub(crate) fn push(&mut self, stream: u32, kind: u8, arg: u64, payload: &[u8]) {
+        if let Some(connection) = &mut self.connection {
+            connection.push(stream, kind, arg, payload);
+        }
+    }
+
+    pub(crate) fn push_error(&mut self, stream: u32, errno: i32, code: &str, message: &str) {
+        self.push(
+            stream,
+            kind::ERROR,
+            u64::try_from(errno).unwrap_or(0),
+            &message::error(code, message),
+        );
+    }
+
+    // ---- frames
+
+    fn handle_frame(&mut self, frame: Frame<'_>) -> Result<(), Broken> {
+        let opens = matches!(
+            frame.kind,
+            kind::START
+                | kind::SHELL
+                | kind::ATTACH
+                | kind::CONNECT
+                | kind::LIST
+                | kind::CLOSE_SESSION
+        );
+        if opens && (frame.stream == 0 || self.streams.contains_key(&frame.stream)) {
+            return Err(Broken);
+        }
+        match frame.kind {
+            kind::START => self.start(
+                frame.stream,
+                Start::read(frame.payload).map_err(|_| Broken)?,
+            ),
+            kind::SHELL => self.shell(
+                frame.stream,
+                Shell::read(frame.payload).map_err(|_| Broken)?,
+            ),
+            kind::ATTACH => self.attach(
+                frame.stream,
+                &Attach::read(frame.payload).map_err(|_| Broken)?,
+            ),
+            kind::CONNECT => self.connect(frame.stream, frame.arg, frame.payload),
+            kind::LIST => self.list(frame.stream),
+            kind::CLOSE_SESSION => self.close_session(
+                frame.stream,
+                &message::read_close_session(frame.payload).map_err(|_| Broken)?,
+            ),
+            kind::PING => self.push(frame.stream, kind::PONG, frame.arg, b""),
+            _ => return self.handle_stream_frame(frame),
+        }
+        Ok(())
+    }
+
+    /// Frames for a stream that exists. One that has just ended is still spoken to by an edge that doesn't know yet: that is ignored.
+    fn handle_stream_frame(&mut self, frame: Frame<'_>) -> Result<(), Broken> {
+        let known = matches!(
+            frame.kind,
+            kind::STDIN
+                | kind::STDIN_EOF
+                | kind::CREDIT
+                | kind::SIGNAL
+                | kind::RESIZE
+                | kind::DETACH
+        );
+        if !known {
+            return Err(Broken);
+        }
+        let Some(&id) = self.streams.get(&frame.stream) else {
+            return Ok(());
+        };
+        let (Some(command), Some(connection)) = (self.commands.get_mut(&id), &mut self.connection)
+        else {
+            return Ok(());
+        };
+        match frame.kind {
+            kind::STDIN => {
+                if !command.write_input(frame.stream, frame.payload, connection) {
+                    return Err(Broken);
+                }
+            }
+            kind::STDIN_EOF => command.input.end(),
+            kind::CREDIT => match frame.payload {
+                [which @ 1..=2] => {
+                    command.add_credit(frame.stream, usize::from(*which) - 1, frame.arg)
+                }
+                _ => return Err(Broken),
+            },
+            kind::SIGNAL => self.signal(id, frame.arg, frame.payload == b"tree"),
+            kind::RESIZE => command.resize(frame.arg),
+            _ => self.detach(frame.stream, id),
+        }
+        self.settle(id);
+        Ok(())
+    }
+
+    fn signal(&mut self, id: u64, number: u64, tree: bool) {
+        let Some(command) = self.commands.get(&id) else {
+            return;
+        };
+        let process = match command.origin {
+            Origin::Process(process) if command.status.is_none() => Some(process),
+            Origin::Call(session) if command.exit.is_none() => self.sessions.process(session),
+            _ => None,
+        };
+        let (Some(process), Some(number)) = (process, i32::try_from(number).ok()) else {
+            return;
+        };
+        if tree && number == libc::SIGKILL {
+            self.starter.kill(&process);
+        } else {
+            self.starter.signal(&process, number);
+        }
+    }
+
+    fn detach(&mut self, stream: u32, id: u64) {
+        self.streams.remove(&stream);
+        if let Some(command) = self.commands.get_mut(&id) {
+            command
+                .subscribers
+                .retain(|subscriber| subscriber.stream != stream);
+        }
+        self.abandon_if_unwanted(id);
+    }
+
+    fn list(&mut self, stream: u32) {
+        let mut kept: Vec<&Command> = self
+            .commands
+            .values()
+            .filter(|command| command.kept)
+            .collect();
+        kept.sort_by_key(|command| command.id);
+        let mut entries: Vec<Listed<'_>> = kept.into_iter().map(Command::listed).collect();
+        let mut payload = message::listing(&entries);
+        if payload.len() > MAX_PAYLOAD {
+            entries.iter_mut().for_each(|entry| entry.argv = &[]);
+            payload = message::listing(&entries);
+        }
+        while payload.len() > MAX_PAYLOAD {
+            entries.drain(..entries.len() / 2);
+            payload = message::listing(&entries);
+        }
+        self.push(stream, kind::LISTING, 0, &payload);
+    }
+
+    // ---- commands
+
+    pub(crate) fn new_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id - 1
+    }
+
+    /// Adds a command that `stream` follows.
+    pub(crate) fn adopt(&mut self, mut command: Command, subscriber: Subscriber) {
+        self.streams.insert(subscriber.stream, command.id);
+        command.subscribers.push(subscriber);
+        if command.kept {
+            self.by_exec_id.insert(command.exec_id.clone(), command.id);
+        }
+        self.commands.insert(command.id, command);
+    }
+
+    /// The command of that exec_id, if it is still known.
+    pub(crate) fn find(&self, exec_id: &str) -> Option<u64> {
+        self.by_exec_id.get(exec_id).copied()
+    }
+
+    /// False (and an ERROR) for names that are too long to be listed.
+    pub(crate) fn accepts_name(&mut self, stream: u32, name: &str) -> bool {
+        if name.len() > NAME_MAX {
+            self.push_error(
+                stream,
+                libc::EINVAL,
+                "invalid_argument",
+                &format!("exec_id or session exceeds {NAME_MAX} bytes"),
+            );
+        }
+        name.len() <= NAME_MAX
+    }
+
+    fn start(&mut self, stream: u32, start: Start) {
+        if !self.accepts_name(stream, &start.exec_id) {
+            return;
+        }
+        if let Some(id) = self.find(&start.exec_id) {
+            return self.join(stream, id, start.follow);
+        }
+        let (id, capture) = (self.new_id(), start.mode != message::MODE_STREAM);
+        let policy = if capture {
+            Policy::Capture {
+                limit: start.max_output,
+            }
+        } else {
+            Policy::Window {
+                history: self.history,
+            }
+        };
+        let (argv, program) = match start.what {
+            What::Argv(argv) => (argv.clone(), Program::FirstOf(vec![argv])),
+            What::Builtin(name, arguments) => {
+                if !builtin::exists(&name) {
+                    return self.push_error(
+                        stream,
+                        libc::EINVAL,
+                        "invalid_argument",
+                        &format!("no builtin {name}"),
+                    );
+                }
+                (
+                    vec![name.clone().into_bytes()],
+                    Program::Builtin(name, Box::new(arguments)),
+                )
+            }
+        };
+        let mut command = Command::new(
+            id,
+            start.exec_id,
+            &argv,
+            [OutputBuffer::new(policy), OutputBuffer::new(policy)],
+        );
+        command.kept = matches!(program, Program::FirstOf(_)) && !command.exec_id.is_empty();
+        command.capture = capture;
+        command.kill_leftovers = start.leftovers != message::LEFTOVERS_KEEP;
+        let cwd = start.cwd.as_deref().unwrap_or(DEFAULT_CWD);
+        let stdin = Stdin {
+            kind: start.stdin,
+            data: &start.stdin_data,
+        };
+        let who = Who {
+            user: &start.user,
+            cwd,
+            env: &start.env,
+            no_new_privs: start.no_new_privs,
+        };
+        self.launch(&mut command, program, &who, &stdin, start.pty);
+        if start.timeout_ms > 0 && command.status.is_none() {
+            command.timeout = self.timers.set(
+                Duration::from_millis(start.timeout_ms),
+                Timer::CommandTimeout(id),
+            );
+        }
+        let writes = start.stdin == message::STDIN_STREAM;
+        let mut subscriber = match (capture, start.follow) {
+            (true, _) => Subscriber::whole(stream),
+            (false, true) => Subscriber::following(stream, [Some(0); 2]),
+            (false, false) => Subscriber::following(stream, [None; 2]),
+        };
+        if writes {
+            subscriber.may_write();
+        }
+        if !capture || writes {
+            let started = message::started(&command.exec_id, false, [0, 0]);
+            self.push(stream, kind::STARTED, command.pid() as u64, &started);
+        }
+        if writes {
+            self.push(stream, kind::STDIN_CREDIT, INITIAL_CREDIT, b"");
+        }
+        self.adopt(command, subscriber);
+        self.settle(id);
+    }
+
+    /// Starts a command's process, or leaves in the command why it could not be.
+    fn launch(
+        &mut self,
+        command: &mut Command,
+        program: Program,
+        who: &Who<'_>,
+        stdin: &Stdin<'_>,
+        terminal: Option<(u16, u16)>,
+    ) {
+        let prepared = match terminal {
+            Some(size) => Descriptors::terminal(size),
+            None => Descriptors::pipes(stdin),
+        };
+        let attempt = Attempt::new(
+            command.argv.first().map_or(b"", Vec::as_slice),
+            who.user,
+            who.cwd,
+        );
+        let launched = prepared
+            .map_err(|error| StartError {
+                stage: Stage::Stdio,
+                errno: errno(&error),
+            })
+            .and_then(|descriptors| {
+                let (stdio, strict) = (descriptors.stdio(), self.starter.strict());
+                let Who {
+                    user,
+                    cwd,
+                    env,
+                    no_new_privs,
+                } = *who;
+                let process = self.starter.start(Launch {
+                    program,
+                    user,
+                    cwd,
+                    env,
+                    no_new_privs,
+                    stdio,
+                    strict,
+                })?;
+                Ok((process, descriptors))
+            });
+        match launched {
+            Ok((process, descriptors)) => {
+                command.origin = Origin::Process(process);
+                command.attempt = Some(attempt);
+                self.leaders
+                    .insert(process.pid, Leader::Command(command.id));
+                descriptors.give_to(command, stdin, &self.poller);
+            }
+            Err(error) => command.fail_start(&attempt, error),
+        }
+    }
+
+    /// START or SHELL for an exec_id that is known: as if this stream had started it.
+    pub(crate) fn join(&mut self, stream: u32, id: u64, follow: bool) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        let from = if command.capture {
+            [0; 2]
+        } else {
+            [command.outputs[0].start(), command.outputs[1].start()]
+        };
+        let subscriber = match (command.capture, follow) {
+            (true, _) => Subscriber::whole(stream),
+            (false, true) => Subscriber::following(stream, from.map(Some)),
+            (false, false) => Subscriber::following(stream, [None; 2]),
+        };
+        self.follow(id, subscriber, from);
+    }
+
+    fn attach(&mut self, stream: u32, attach: &Attach) {
+        let Some(command) = self
+            .find(&attach.exec_id)
+            .and_then(|id| self.commands.get_mut(&id))
+        else {
+            return self.push_error(
+                stream,
+                libc::ESRCH,
+                "process_not_found",
+                &format!("no command {} is known", attach.exec_id),
+            );
+        };
+        let wanted = [attach.stdout_from, attach.stderr_from];
+        for (output, from) in command.outputs.iter_mut().zip(wanted) {
+            let Some(from) = from else { continue };
+            if from > output.total() {
+                let message = format!(
+                    "offset {from} is beyond the {} bytes that were written",
+                    output.total()
+                );
+                return self.push_error(stream, libc::EINVAL, "invalid_argument", &message);
+            }
+            if from < output.start() {
+                let payload = offset_gone(output);
+                return self.push(stream, kind::ERROR, 0, &payload);
+            }
+            output.mark_read(from);
+        }
+        let mut subscriber = Subscriber::following(stream, wanted);
+        if attach.stdin {
+            subscriber.may_write();
+        }
+        let from = [0, 1]
+            .map(|which: usize| wanted[which].unwrap_or_else(|| command.outputs[which].total()));
+        let id = command.id;
+        self.follow(id, subscriber, from);
+        if attach.stdin {
+            self.push(stream, kind::STDIN_CREDIT, INITIAL_CREDIT, b"");
+        }
+    }
+
+    fn follow(&mut self, id: u64, subscriber: Subscriber, from: [u64; 2]) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        let stream = subscriber.stream;
+        let started = message::started(&command.exec_id, true, from);
+        let pid = command.pid() as u64;
+        command.subscribers.push(subscriber);
+        self.streams.insert(stream, id);
+        self.push(stream, kind::STARTED, pid, &started);
+        self.settle(id);
+    }
+
+    fn reap_children(&mut self) {
+        let mut information = [0; 1024];
+        while kernel::read(self.children.as_raw_fd(), &mut information)
+            .is_ok_and(|count| count == information.len())
+        {}
+        while let Some((pid, status)) = process::reap() {
+            match self.leaders.remove(&pid) {
+                Some(Leader::Command(id)) => self.leader_died(id, status),
+                Some(Leader::Session(id)) => self.shell_died(id, status),
+                None => {}
+            }
+        }
+        if self.starter.has_retired_groups() {
+            self.sweep_pause = SWEEP_PAUSE_MIN;
+            self.sweep_later();
+        }
+    }
+
+    fn leader_died(&mut self, id: u64, status: Status) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        let Origin::Process(process) = command.origin else {
+            return;
+        };
+        self.timers.cancel(command.timeout.take());
+        let kill_rest = command.kill_leftovers || command.timed_out;
+        let (failed, survivors) = self.starter.bury(&process, kill_rest);
+        command.status = Some(status);
+        if let (Some(error), Some(attempt)) = (failed, command.attempt.take()) {
+            command.fail_start(&attempt, error);
+        }
+        if command.handover.is_some() {
+            take_terminal(command, &self.poller);
+            close_handover(command, &self.poller);
+        }
+        command.close_input(&self.poller);
+        command.drain_outputs(&self.poller);
+        if command.pipes.iter().any(Option::is_some) {
+            command.drain = self.timers.set(DRAIN_TIME, Timer::DrainEnded(id));
+        }
+        if survivors == Survivors::Some {
+            self.sweep_pause = SWEEP_PAUSE_MIN;
+            self.sweep_later();
+        }
+        self.settle(id);
+    }
+
+    /// A command is over: its exit is fixed, and it is kept or waits only to be sent.
+    pub(crate) fn conclude(&mut self, id: u64) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        command.conclude();
+        command.close_input(&self.poller);
+        self.timers.cancel(command.timeout.take());
+        self.timers.cancel(command.drain.take());
+        if command.kept {
+            let bytes = command.kept_bytes();
+            self.ended.push_back((id, bytes));
+            self.ended_bytes += bytes;
+            self.forget_surplus();
+        } else if command.subscribers.is_empty() {
+            self.commands.remove(&id);
+        }
+    }
+
+    /// Lets go of ended commands above the limits: first those whose output somebody has whole, then the oldest.
+    fn forget_surplus(&mut self) {
+        while self.ended.len() > ENDED_MAX || self.ended_bytes > ENDED_BYTES_MAX {
+            let is_delivered = |(id, _): &(u64, u64)| {
+                self.commands
+                    .get(id)
+                    .is_none_or(|command| command.delivered)
+            };
+            let victim = self.ended.iter().position(is_delivered).unwrap_or(0);
+            let Some((id, bytes)) = self.ended.remove(victim) else {
+                return;
+            };
+            self.ended_bytes -= bytes;
+            self.forget(id);
+            self.trim_later();
+        }
+    }
+
+    fn forget(&mut self, id: u64) {
+        let Some(mut command) = self.commands.remove(&id) else {
+            return;
+        };
+        command.close_output(0, &self.poller);
+        command.close_output(1, &self.poller);
+        command.close_input(&self.poller);
+        close_handover(&mut command, &self.poller);
+        tunnel::give_up(&mut command, &self.poller);
+        self.timers.cancel(command.timeout);
+        self.timers.cancel(command.drain);
+        if self.by_exec_id.get(&command.exec_id) == Some(&id) {
+            self.by_exec_id.remove(&command.exec_id);
+        }
+        for subscriber in &command.subscribers {
+            self.streams.remove(&subscriber.stream);
+            let payload = message::error(
+                "process_not_found",
+                "the command's output was dropped to make room for newer ones",
+            );
+            if let Some(connection) = &mut self.connection {
+                connection.push(subscriber.stream, kind::ERROR, 0, &payload);
+            }
+        }
+    }
+}
