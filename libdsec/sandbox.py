@@ -414,7 +414,7 @@ class Sandbox:
         return self._transport.lines("GET", self._transport.at(f"{self._path}/events", {"follow": follow}), _event)
 
     def diff(self) -> AsyncIterator[DiffEntry]:
-        """What was added, changed and removed since creation, read from the writable layer. Safe to repeat."""
+        """What was written and removed since creation: the paths of the writable layer. Safe to repeat."""
         return self._transport.lines("GET", self._transport.at(f"{self._path}/diff"), _diff_entry)
 
     # -- ports ----------------------------------------------------------------------------------------------------------------------------

@@ -454,10 +454,11 @@ class Health(msgspec.Struct, kw_only=True):
 
 
 class DiffEntry(msgspec.Struct, kw_only=True):
-    """One path of a sandbox's writable layer: what it added, changed or removed of its image."""
+    """One path of a sandbox's writable layer."""
 
     path_bytes: bytes
-    kind: Literal["added", "changed", "removed", "directory"]
+    kind: Literal["written", "added", "changed", "removed", "directory"]
+    """``written``: it has content of its own here; whether the image has it too (``changed``) or not (``added``) wasn't looked up."""
     size: int = 0
 
     @property

@@ -505,7 +505,7 @@ class Sandbox:
         return iterate(self._async.events(follow=follow))
 
     def diff(self) -> Iterator[DiffEntry]:
-        """What was added, changed and removed since creation, read from the writable layer. Safe to repeat."""
+        """What was written and removed since creation: the paths of the writable layer. Safe to repeat."""
         return iterate(self._async.diff())
 
     def connect(self, port: int) -> tuple[BlockingReader, BlockingWriter]:
