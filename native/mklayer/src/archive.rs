@@ -639,7 +639,6 @@ impl Header {
     /// Checks the sum over the header, in which its own field counts as spaces. Old writers added up signed bytes.
     fn checked(record: [u8; RECORD]) -> Result<Header> {
         let header = Header(record);
-        let expected = header.number(148, 8, "checksum")?;
         let bytes = || {
             (0..RECORD).map(|index| match index {
                 148..=155 => b' ',
@@ -648,9 +647,10 @@ impl Header {
         };
         let unsigned: i64 = bytes().map(i64::from).sum();
         let signed: i64 = bytes().map(|byte| i64::from(byte as i8)).sum();
-        if expected != unsigned && expected != signed {
+        let expected = header.number(148, 8, "checksum").ok();
+        if expected != Some(unsigned) && expected != Some(signed) {
             return Err(LayerError::input(
-                "a header's checksum is wrong: this is no tar archive, or a broken one",
+                "this is no tar archive, or a broken one: the checksum of a header is wrong",
             ));
         }
         Ok(header)
