@@ -14,7 +14,14 @@ use crate::sysapi;
 
 /// Docker's seven: null, zero, full, random, urandom, tty, ptmx (and the terminals behind it).
 const DEVICES: &[&str] = &[
-    "c 1:3 rwm", "c 1:5 rwm", "c 1:7 rwm", "c 1:8 rwm", "c 1:9 rwm", "c 5:0 rwm", "c 5:2 rwm", "c 136:* rwm",
+    "c 1:3 rwm",
+    "c 1:5 rwm",
+    "c 1:7 rwm",
+    "c 1:8 rwm",
+    "c 1:9 rwm",
+    "c 5:0 rwm",
+    "c 5:2 rwm",
+    "c 136:* rwm",
 ];
 
 /// Scheduler period of a CPU quota, the kernel's default.
@@ -78,7 +85,11 @@ pub struct Figures {
 
 /// Whether `name` may name a group: a single path component of the sandboxes' own alphabet.
 pub fn is_group_name(name: &str) -> bool {
-    name.starts_with("sb-") && (8..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+    name.starts_with("sb-")
+        && (8..=64).contains(&name.len())
+        && name
+            .bytes()
+            .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
 }
 
 fn text(value: &str) -> CString {
@@ -95,7 +106,10 @@ fn mounted() -> io::Result<Vec<(String, Option<Vec<String>>)>> {
         };
         match kind {
             "cgroup2" => found.push((point.to_owned(), None)),
-            "cgroup" => found.push((point.to_owned(), Some(options.split(',').map(str::to_owned).collect()))),
+            "cgroup" => found.push((
+                point.to_owned(),
+                Some(options.split(',').map(str::to_owned).collect()),
+            )),
             _ => {}
         }
     }
@@ -108,9 +122,11 @@ impl Cgroups {
         let mut v1 = Vec::new();
         let mut v2 = None;
         for (point, controllers) in mounted()? {
-            let wanted = controllers
-                .as_ref()
-                .is_none_or(|names| ["memory", "cpu", "cpuacct", "pids", "devices"].iter().any(|one| names.iter().any(|name| name == one)));
+            let wanted = controllers.as_ref().is_none_or(|names| {
+                ["memory", "cpu", "cpuacct", "pids", "devices"]
+                    .iter()
+                    .any(|one| names.iter().any(|name| name == one))
+            });
             if !wanted {
                 continue;
             }
@@ -125,8 +141,15 @@ impl Cgroups {
                 None => {
                     // Only what is the v2 tree's own here can be switched on: on hybrid hosts none of the three is.
                     for controller in ["+memory", "+pids", "+cpu"] {
-                        let _ = std::fs::write(Path::new(&point).join("cgroup.subtree_control"), controller);
-                        let _ = sysapi::write_at(root.as_raw_fd(), c"cgroup.subtree_control", controller.as_bytes());
+                        let _ = std::fs::write(
+                            Path::new(&point).join("cgroup.subtree_control"),
+                            controller,
+                        );
+                        let _ = sysapi::write_at(
+                            root.as_raw_fd(),
+                            c"cgroup.subtree_control",
+                            controller.as_bytes(),
+                        );
                     }
                     v2 = Some(root);
                 }
@@ -136,7 +159,11 @@ impl Cgroups {
             (true, true) => Mode::V2,
             (false, true) => Mode::Hybrid,
             (false, false) => Mode::V1,
-            (true, false) => return Err(io::Error::other("no cgroup hierarchy is mounted below /sys/fs/cgroup")),
+            (true, false) => {
+                return Err(io::Error::other(
+                    "no cgroup hierarchy is mounted below /sys/fs/cgroup",
+                ))
+            }
         };
         let groups = Cgroups { v1, v2, mode };
         groups.limit_devices()?;
@@ -166,7 +193,9 @@ impl Cgroups {
     }
 
     fn roots(&self) -> impl Iterator<Item = RawFd> + '_ {
-        self.per_sandbox().map(|one| one.root.as_raw_fd()).chain(self.v2.iter().map(AsRawFd::as_raw_fd))
+        self.per_sandbox()
+            .map(|one| one.root.as_raw_fd())
+            .chain(self.v2.iter().map(AsRawFd::as_raw_fd))
     }
 
     fn controller(&self, controller: &str) -> Option<(RawFd, bool)> {
@@ -188,7 +217,12 @@ impl Cgroups {
             return Ok(None);
         };
         let dir = sysapi::open_at(v2.as_raw_fd(), &name, libc::O_RDONLY | libc::O_DIRECTORY)?;
-        for file in [c"", c"cgroup.procs", c"cgroup.threads", c"cgroup.subtree_control"] {
+        for file in [
+            c"",
+            c"cgroup.procs",
+            c"cgroup.threads",
+            c"cgroup.subtree_control",
+        ] {
             sysapi::chown_at(dir.as_raw_fd(), file, owner, owner)?;
         }
         Ok(Some(dir))
@@ -234,13 +268,23 @@ impl Cgroups {
     pub fn attach(&self, id: &str, pid: i32, born_in_v2: bool) -> io::Result<()> {
         let procs = text(&format!("{id}/cgroup.procs"));
         for hierarchy in self.per_sandbox() {
-            sysapi::write_at(hierarchy.root.as_raw_fd(), &procs, pid.to_string().as_bytes())?;
+            sysapi::write_at(
+                hierarchy.root.as_raw_fd(),
+                &procs,
+                pid.to_string().as_bytes(),
+            )?;
         }
         if let Some(hierarchy) = self.v1.iter().find(|one| one.has("devices")) {
-            sysapi::write_at(hierarchy.root.as_raw_fd(), c"cgroup.procs", pid.to_string().as_bytes())?;
+            sysapi::write_at(
+                hierarchy.root.as_raw_fd(),
+                c"cgroup.procs",
+                pid.to_string().as_bytes(),
+            )?;
         }
         match (&self.v2, born_in_v2) {
-            (Some(root), false) => sysapi::write_at(root.as_raw_fd(), &procs, pid.to_string().as_bytes()),
+            (Some(root), false) => {
+                sysapi::write_at(root.as_raw_fd(), &procs, pid.to_string().as_bytes())
+            }
             _ => Ok(()),
         }
     }
@@ -248,24 +292,40 @@ impl Cgroups {
     /// Kills everything in the sandbox's group. False where the host has no cgroup.kill: its first process takes the rest along.
     pub fn kill(&self, id: &str) -> bool {
         let file = text(&format!("{id}/cgroup.kill"));
-        self.v2.as_ref().is_some_and(|root| sysapi::write_at(root.as_raw_fd(), &file, b"1").is_ok())
+        self.v2
+            .as_ref()
+            .is_some_and(|root| sysapi::write_at(root.as_raw_fd(), &file, b"1").is_ok())
     }
 
     pub fn figures(&self, id: &str) -> Figures {
-        let read = |root: RawFd, file: &str| sysapi::read_at(root, &text(&format!("{id}/{file}"))).ok();
+        let read =
+            |root: RawFd, file: &str| sysapi::read_at(root, &text(&format!("{id}/{file}"))).ok();
         let mut figures = Figures::default();
         if let Some(root) = &self.v2 {
-            figures.cpu_us = read(root.as_raw_fd(), "cpu.stat").and_then(|stat| keyed(&stat, "usage_usec")).unwrap_or(0);
+            figures.cpu_us = read(root.as_raw_fd(), "cpu.stat")
+                .and_then(|stat| keyed(&stat, "usage_usec"))
+                .unwrap_or(0);
         }
         if figures.cpu_us == 0 {
             if let Some((root, false)) = self.controller("cpuacct") {
-                figures.cpu_us = read(root, "cpuacct.usage").and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0) / 1000;
+                figures.cpu_us = read(root, "cpuacct.usage")
+                    .and_then(|value| value.trim().parse::<u64>().ok())
+                    .unwrap_or(0)
+                    / 1000;
             }
         }
         if let Some((root, v2)) = self.controller("memory") {
-            let (peak, events) = if v2 { ("memory.peak", "memory.events") } else { ("memory.max_usage_in_bytes", "memory.oom_control") };
-            figures.memory_peak = read(root, peak).and_then(|value| value.trim().parse().ok()).unwrap_or(0);
-            figures.oom_kills = read(root, events).and_then(|value| keyed(&value, "oom_kill")).unwrap_or(0);
+            let (peak, events) = if v2 {
+                ("memory.peak", "memory.events")
+            } else {
+                ("memory.max_usage_in_bytes", "memory.oom_control")
+            };
+            figures.memory_peak = read(root, peak)
+                .and_then(|value| value.trim().parse().ok())
+                .unwrap_or(0);
+            figures.oom_kills = read(root, events)
+                .and_then(|value| keyed(&value, "oom_kill"))
+                .unwrap_or(0);
         }
         figures
     }
@@ -278,7 +338,9 @@ impl Cgroups {
             loop {
                 match remove_tree(root, &name) {
                     Ok(()) => break,
-                    Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end => {
+                    Err(error)
+                        if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end =>
+                    {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     Err(error) => return Err(error),
@@ -290,8 +352,11 @@ impl Cgroups {
 
     /// Sandboxes that have a group in some hierarchy.
     pub fn list(&self) -> Vec<String> {
-        let mut names: Vec<String> =
-            self.roots().flat_map(|root| sysapi::names_in(root).unwrap_or_default()).filter(|name| is_group_name(name)).collect();
+        let mut names: Vec<String> = self
+            .roots()
+            .flat_map(|root| sysapi::names_in(root).unwrap_or_default())
+            .filter(|name| is_group_name(name))
+            .collect();
         names.sort();
         names.dedup();
         names
@@ -301,7 +366,8 @@ impl Cgroups {
     pub fn pids(&self, id: &str) -> Vec<i32> {
         let mut pids = Vec::new();
         for root in self.roots() {
-            let content = sysapi::read_at(root, &text(&format!("{id}/cgroup.procs"))).unwrap_or_default();
+            let content =
+                sysapi::read_at(root, &text(&format!("{id}/cgroup.procs"))).unwrap_or_default();
             pids.extend(content.lines().filter_map(|line| line.parse::<i32>().ok()));
         }
         pids.sort_unstable();
@@ -334,7 +400,14 @@ fn remove_tree(parent: RawFd, name: &CStr) -> io::Result<()> {
 
 /// The number behind `key` in lines of `key value`.
 fn keyed(text: &str, key: &str) -> Option<u64> {
-    text.lines().find_map(|line| line.split_once(' ').filter(|(name, _)| *name == key)?.1.trim().parse().ok())
+    text.lines().find_map(|line| {
+        line.split_once(' ')
+            .filter(|(name, _)| *name == key)?
+            .1
+            .trim()
+            .parse()
+            .ok()
+    })
 }
 
 /// Removes the instance's root groups everywhere (they must be empty of sandboxes).
@@ -354,14 +427,25 @@ mod tests {
     #[test]
     fn names_stay_single_components() {
         assert!(is_group_name("sb-e1-0123456789abcdef"));
-        for bad in ["", "sb-", "../sb-aaaaaaa", "sb-e1/..", "sb-E1-aaaaaa", "xx-e1-aaaaaaaa", "sb-e1-aaaa\0aaaa"] {
+        for bad in [
+            "",
+            "sb-",
+            "../sb-aaaaaaa",
+            "sb-e1/..",
+            "sb-E1-aaaaaa",
+            "xx-e1-aaaaaaaa",
+            "sb-e1-aaaa\0aaaa",
+        ] {
             assert!(!is_group_name(bad), "{bad:?}");
         }
     }
 
     #[test]
     fn keyed_values_are_found() {
-        assert_eq!(keyed("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n", "oom_kill"), Some(3));
+        assert_eq!(
+            keyed("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n", "oom_kill"),
+            Some(3)
+        );
         assert_eq!(keyed("usage_usec 17\n", "nope"), None);
     }
 }

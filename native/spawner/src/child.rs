@@ -14,12 +14,33 @@ use crate::sysapi::{MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
 /// Descriptors from here on are the parent's own; the child unshares the table without copying them.
 pub const FIRST_FOREIGN_FD: u32 = 64;
 
+/// Told to the parent once the descriptor table is the child's own; no step has this number.
+pub const UNSHARED: u8 = 255;
+
 /// What a step was doing, for the error that the parent reports.
 pub const STEPS: [&str; 22] = [
-    "none", "leaving the spawner's descriptors", "receiving its mounts", "taking its own ids for files", "making mounts private", "attaching its root",
-    "finding /proc, /sys and /dev in the image", "mounting /proc", "mounting /sys", "attaching /dev", "mounting /dev/pts", "mounting /dev/shm", "masking /proc",
-    "covering /proc", "changing its root", "bringing up loopback", "setting the hostname", "setting limits", "raising capabilities", "placing descriptors",
-    "loading the seccomp filter", "running chronus",
+    "none",
+    "leaving the spawner's descriptors",
+    "receiving its mounts",
+    "taking its own ids for files",
+    "making mounts private",
+    "attaching its root",
+    "finding /proc, /sys and /dev in the image",
+    "mounting /proc",
+    "mounting /sys",
+    "attaching /dev",
+    "mounting /dev/pts",
+    "mounting /dev/shm",
+    "masking /proc",
+    "covering /proc",
+    "changing its root",
+    "bringing up loopback",
+    "setting the hostname",
+    "setting limits",
+    "raising capabilities",
+    "placing descriptors",
+    "loading the seccomp filter",
+    "running chronus",
 ];
 
 /// Paths below /proc that the sandbox must not read, as far as their owner doesn't close them to it already.
@@ -29,15 +50,42 @@ pub struct Mask {
 }
 
 pub const MASKS: [Mask; 9] = [
-    Mask { path: c"proc/keys", directory: false },
-    Mask { path: c"proc/kcore", directory: false },
-    Mask { path: c"proc/timer_list", directory: false },
-    Mask { path: c"proc/latency_stats", directory: false },
-    Mask { path: c"proc/sched_debug", directory: false },
-    Mask { path: c"proc/acpi", directory: true },
-    Mask { path: c"proc/scsi", directory: true },
-    Mask { path: c"sys/firmware", directory: true },
-    Mask { path: c"sys/devices/virtual/powercap", directory: true },
+    Mask {
+        path: c"proc/keys",
+        directory: false,
+    },
+    Mask {
+        path: c"proc/kcore",
+        directory: false,
+    },
+    Mask {
+        path: c"proc/timer_list",
+        directory: false,
+    },
+    Mask {
+        path: c"proc/latency_stats",
+        directory: false,
+    },
+    Mask {
+        path: c"proc/sched_debug",
+        directory: false,
+    },
+    Mask {
+        path: c"proc/acpi",
+        directory: true,
+    },
+    Mask {
+        path: c"proc/scsi",
+        directory: true,
+    },
+    Mask {
+        path: c"sys/firmware",
+        directory: true,
+    },
+    Mask {
+        path: c"sys/devices/virtual/powercap",
+        directory: true,
+    },
 ];
 
 /// Everything that the child needs, prepared by the parent.
@@ -64,6 +112,8 @@ const CONFIGURATION_FD: c_int = 5;
 const SOCKET_FD: c_int = 6;
 const CHRONUS_FD: c_int = 7;
 
+static UNSHARED_BYTE: u8 = UNSHARED;
+
 struct Failure {
     step: u8,
 }
@@ -88,7 +138,11 @@ pub unsafe fn run(plan: &Plan) -> ! {
     let message = [failure.step, unsafe { *libc::__errno_location() } as u8];
     unsafe {
         // The parent's end may be at either number, depending on how far the child came.
-        let target = if failure.step >= 20 { SOCKET_FD } else { plan.socket };
+        let target = if failure.step >= 20 {
+            SOCKET_FD
+        } else {
+            plan.socket
+        };
         libc::send(target, message.as_ptr().cast(), 2, libc::MSG_NOSIGNAL);
         libc::_exit(1)
     }
@@ -96,17 +150,57 @@ pub unsafe fn run(plan: &Plan) -> ! {
 
 enum Never {}
 
-unsafe fn mount(source: &CStr, target: &CStr, kind: &CStr, flags: c_ulong, data: &CStr) -> libc::c_long {
-    unsafe { libc::mount(source.as_ptr(), target.as_ptr(), kind.as_ptr(), flags, data.as_ptr().cast()) as libc::c_long }
+unsafe fn mount(
+    source: &CStr,
+    target: &CStr,
+    kind: &CStr,
+    flags: c_ulong,
+    data: &CStr,
+) -> libc::c_long {
+    unsafe {
+        libc::mount(
+            source.as_ptr(),
+            target.as_ptr(),
+            kind.as_ptr(),
+            flags,
+            data.as_ptr().cast(),
+        ) as libc::c_long
+    }
 }
 
 unsafe fn attach(fd: RawFd, path: &CStr) -> libc::c_long {
-    unsafe { libc::syscall(libc::SYS_move_mount, fd, c"".as_ptr(), libc::AT_FDCWD, path.as_ptr(), MOVE_MOUNT_F_EMPTY_PATH) }
+    unsafe {
+        libc::syscall(
+            libc::SYS_move_mount,
+            fd,
+            c"".as_ptr(),
+            libc::AT_FDCWD,
+            path.as_ptr(),
+            MOVE_MOUNT_F_EMPTY_PATH,
+        )
+    }
 }
 
 unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
     unsafe {
-        step(1, libc::syscall(libc::SYS_close_range, FIRST_FOREIGN_FD, u32::MAX, libc::CLOSE_RANGE_UNSHARE))?;
+        step(
+            1,
+            libc::syscall(
+                libc::SYS_close_range,
+                FIRST_FOREIGN_FD,
+                u32::MAX,
+                libc::CLOSE_RANGE_UNSHARE,
+            ),
+        )?;
+        step(
+            1,
+            libc::send(
+                plan.socket,
+                (&raw const UNSHARED_BYTE).cast(),
+                1,
+                libc::MSG_NOSIGNAL,
+            ) as libc::c_long,
+        )?;
         let mut mounts = [-1; MAX_SENT_FDS];
         let count = receive(plan.socket, &mut mounts);
         step(2, if count < 2 { -1 } else { 0 })?;
@@ -115,7 +209,10 @@ unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
         libc::setfsgid(0);
         libc::setfsuid(0);
         step(3, if libc::setfsuid(u32::MAX) == 0 { 0 } else { -1 })?;
-        step(4, mount(c"", c"/", c"", libc::MS_REC | libc::MS_PRIVATE, c""))?;
+        step(
+            4,
+            mount(c"", c"/", c"", libc::MS_REC | libc::MS_PRIVATE, c""),
+        )?;
         step(5, attach(mounts[0], c"/new"))?;
         step(5, libc::chdir(c"/new".as_ptr()) as libc::c_long)?;
         for name in [c"proc", c"sys", c"dev"] {
@@ -123,37 +220,111 @@ unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
         }
         let quiet = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
         step(7, mount(c"proc", c"proc", c"proc", quiet, c""))?;
-        step(8, mount(c"sysfs", c"sys", c"sysfs", quiet | libc::MS_RDONLY, c""))?;
+        step(
+            8,
+            mount(c"sysfs", c"sys", c"sysfs", quiet | libc::MS_RDONLY, c""),
+        )?;
         step(9, attach(mounts[1], c"dev"))?;
-        step(10, mount(c"devpts", c"dev/pts", c"devpts", libc::MS_NOSUID | libc::MS_NOEXEC, c"newinstance,ptmxmode=0666,mode=0620,gid=5"))?;
-        step(11, mount(c"shm", c"dev/shm", c"tmpfs", libc::MS_NOSUID | libc::MS_NODEV, plan.shm_options))?;
+        step(
+            10,
+            mount(
+                c"devpts",
+                c"dev/pts",
+                c"devpts",
+                libc::MS_NOSUID | libc::MS_NOEXEC,
+                c"newinstance,ptmxmode=0666,mode=0620,gid=5",
+            ),
+        )?;
+        step(
+            11,
+            mount(
+                c"shm",
+                c"dev/shm",
+                c"tmpfs",
+                libc::MS_NOSUID | libc::MS_NODEV,
+                plan.shm_options,
+            ),
+        )?;
         for (mask, exists) in MASKS.iter().zip(plan.masks) {
             if *exists {
-                let source = if mask.directory { c"dev/mqueue" } else { c"dev/null" };
+                let source = if mask.directory {
+                    c"dev/mqueue"
+                } else {
+                    c"dev/null"
+                };
                 step(12, mount(source, mask.path, c"", libc::MS_BIND, c""))?;
             }
         }
         step(12, mount(c"proc/sys", c"proc/sys", c"", libc::MS_BIND, c""))?;
-        step(12, mount(c"", c"proc/sys", c"", libc::MS_BIND | libc::MS_REMOUNT | libc::MS_RDONLY | quiet, c""))?;
-        for (index, path) in covers::PATHS.iter().enumerate().take((count as usize).saturating_sub(2)) {
+        step(
+            12,
+            mount(
+                c"",
+                c"proc/sys",
+                c"",
+                libc::MS_BIND | libc::MS_REMOUNT | libc::MS_RDONLY | quiet,
+                c"",
+            ),
+        )?;
+        for (index, path) in covers::PATHS
+            .iter()
+            .enumerate()
+            .take((count as usize).saturating_sub(2))
+        {
             step(13, attach(mounts[2 + index], path))?;
         }
-        step(14, libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()))?;
-        step(14, libc::umount2(c".".as_ptr(), libc::MNT_DETACH) as libc::c_long)?;
+        step(
+            14,
+            libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()),
+        )?;
+        step(
+            14,
+            libc::umount2(c".".as_ptr(), libc::MNT_DETACH) as libc::c_long,
+        )?;
         step(14, libc::chdir(c"/".as_ptr()) as libc::c_long)?;
         step(15, loopback_up())?;
-        step(16, libc::sethostname(plan.hostname.as_ptr().cast(), plan.hostname.len()) as libc::c_long)?;
-        let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        step(17, libc::setrlimit(libc::RLIMIT_CORE, &none) as libc::c_long)?;
+        step(
+            16,
+            libc::sethostname(plan.hostname.as_ptr().cast(), plan.hostname.len()) as libc::c_long,
+        )?;
+        let none = libc::rlimit {
+            rlim_cur: 0,
+            rlim_max: 0,
+        };
+        step(
+            17,
+            libc::setrlimit(libc::RLIMIT_CORE, &none) as libc::c_long,
+        )?;
         libc::umask(0o022);
         libc::setsid();
         step(18, raise_capabilities(plan.last_capability))?;
         place_descriptors(plan)?;
-        let program = sock_fprog { len: plan.filter.len() as u16, filter: plan.filter.as_ptr().cast_mut() };
-        step(20, libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &program))?;
+        let program = sock_fprog {
+            len: plan.filter.len() as u16,
+            filter: plan.filter.as_ptr().cast_mut(),
+        };
+        step(
+            20,
+            libc::syscall(
+                libc::SYS_seccomp,
+                libc::SECCOMP_SET_MODE_FILTER,
+                0,
+                &program,
+            ),
+        )?;
         let arguments = [c"chronus".as_ptr(), std::ptr::null()];
         let environment = [std::ptr::null::<libc::c_char>()];
-        step(21, libc::syscall(libc::SYS_execveat, CHRONUS_FD, c"".as_ptr(), arguments.as_ptr(), environment.as_ptr(), libc::AT_EMPTY_PATH))?;
+        step(
+            21,
+            libc::syscall(
+                libc::SYS_execveat,
+                CHRONUS_FD,
+                c"".as_ptr(),
+                arguments.as_ptr(),
+                environment.as_ptr(),
+                libc::AT_EMPTY_PATH,
+            ),
+        )?;
         libc::_exit(2)
     }
 }
@@ -179,7 +350,10 @@ unsafe fn ensure_directory(name: &CStr) -> libc::c_long {
 unsafe fn receive(socket: RawFd, mounts: &mut [RawFd; MAX_SENT_FDS]) -> c_int {
     unsafe {
         let mut byte = 0_u8;
-        let mut iov = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+        let mut iov = libc::iovec {
+            iov_base: (&raw mut byte).cast(),
+            iov_len: 1,
+        };
         let mut control = [0_u64; 8];
         let mut message: libc::msghdr = std::mem::zeroed();
         message.msg_iov = &mut iov;
@@ -195,7 +369,11 @@ unsafe fn receive(socket: RawFd, mounts: &mut [RawFd; MAX_SENT_FDS]) -> c_int {
         }
         let bytes = (*header).cmsg_len - libc::CMSG_LEN(0) as usize;
         let count = (bytes / std::mem::size_of::<RawFd>()).min(MAX_SENT_FDS);
-        std::ptr::copy_nonoverlapping(libc::CMSG_DATA(header), mounts.as_mut_ptr().cast::<u8>(), count * std::mem::size_of::<RawFd>());
+        std::ptr::copy_nonoverlapping(
+            libc::CMSG_DATA(header),
+            mounts.as_mut_ptr().cast::<u8>(),
+            count * std::mem::size_of::<RawFd>(),
+        );
         count as c_int
     }
 }
@@ -233,8 +411,15 @@ unsafe fn raise_capabilities(last: c_int) -> libc::c_long {
     const VERSION_3: u32 = 0x2008_0522;
     const PR_CAP_AMBIENT_RAISE: c_int = 2;
     unsafe {
-        let header = Header { version: VERSION_3, pid: 0 };
-        let mut data = [Data { effective: 0, permitted: 0, inheritable: 0 }; 2];
+        let header = Header {
+            version: VERSION_3,
+            pid: 0,
+        };
+        let mut data = [Data {
+            effective: 0,
+            permitted: 0,
+            inheritable: 0,
+        }; 2];
         if libc::syscall(libc::SYS_capget, &header, data.as_mut_ptr()) < 0 {
             return -1;
         }
@@ -247,7 +432,8 @@ unsafe fn raise_capabilities(last: c_int) -> libc::c_long {
         }
         for capability in 0..=last {
             let held = data[capability as usize / 32].permitted >> (capability % 32) & 1 == 1;
-            if held && libc::prctl(libc::PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0) < 0 {
+            if held && libc::prctl(libc::PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0) < 0
+            {
                 return -1;
             }
         }
@@ -258,7 +444,11 @@ unsafe fn raise_capabilities(last: c_int) -> libc::c_long {
 /// Moves the descriptors to their numbers and closes all others. Sources stand above the targets (the parent keeps them from 16 on), so none overwrites another.
 unsafe fn place_descriptors(plan: &Plan) -> Result<(), Failure> {
     unsafe {
-        let lasting = [(plan.listener, LISTENER_FD), (plan.cgroup, CGROUP_FD), (plan.configuration, CONFIGURATION_FD)];
+        let lasting = [
+            (plan.listener, LISTENER_FD),
+            (plan.cgroup, CGROUP_FD),
+            (plan.configuration, CONFIGURATION_FD),
+        ];
         for (source, target) in lasting {
             if source >= 0 {
                 step(19, libc::syscall(libc::SYS_dup3, source, target, 0))?;
@@ -267,7 +457,10 @@ unsafe fn place_descriptors(plan: &Plan) -> Result<(), Failure> {
             }
         }
         for (source, target) in [(plan.socket, SOCKET_FD), (plan.chronus, CHRONUS_FD)] {
-            step(19, libc::syscall(libc::SYS_dup3, source, target, libc::O_CLOEXEC))?;
+            step(
+                19,
+                libc::syscall(libc::SYS_dup3, source, target, libc::O_CLOEXEC),
+            )?;
         }
         // /dev/null of the sandbox for the three standard streams: nothing of the spawner's log is chronus' to write.
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);

@@ -5,7 +5,11 @@
 use std::io;
 
 /// Paths that a cover may stand over, relative to the sandbox's root; a [`Key`] renders all of them or none.
-pub const PATHS: [&std::ffi::CStr; 3] = [c"proc/meminfo", c"proc/cpuinfo", c"sys/devices/system/cpu/online"];
+pub const PATHS: [&std::ffi::CStr; 3] = [
+    c"proc/meminfo",
+    c"proc/cpuinfo",
+    c"sys/devices/system/cpu/online",
+];
 
 /// What covers depend on.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -23,8 +27,14 @@ impl Key {
     /// The covers' names and contents, in the order of [`PATHS`].
     pub fn files(&self) -> io::Result<Vec<(&'static str, String)>> {
         Ok(vec![
-            ("meminfo", meminfo(&std::fs::read_to_string("/proc/meminfo")?, self.memory)),
-            ("cpuinfo", cpuinfo(&std::fs::read_to_string("/proc/cpuinfo")?, self.processors)),
+            (
+                "meminfo",
+                meminfo(&std::fs::read_to_string("/proc/meminfo")?, self.memory),
+            ),
+            (
+                "cpuinfo",
+                cpuinfo(&std::fs::read_to_string("/proc/cpuinfo")?, self.processors),
+            ),
             ("online", online(self.processors)),
         ])
     }
@@ -38,11 +48,17 @@ fn meminfo(host: &str, memory: u64) -> String {
             let (name, rest) = line.split_once(':')?;
             let value: u64 = rest.split_ascii_whitespace().next()?.parse().ok()?;
             let shown = match name {
-                "MemTotal" | "MemFree" | "MemAvailable" => limit.min(if name == "MemTotal" { value } else { limit }),
+                "MemTotal" | "MemFree" | "MemAvailable" => {
+                    limit.min(if name == "MemTotal" { value } else { limit })
+                }
                 "VmallocTotal" | "Hugepagesize" => value,
                 _ => 0,
             };
-            let unit = if rest.trim_end().ends_with("kB") { " kB" } else { "" };
+            let unit = if rest.trim_end().ends_with("kB") {
+                " kB"
+            } else {
+                ""
+            };
             Some(format!("{:<16}{shown:>8}{unit}\n", format!("{name}:")))
         })
         .collect()
@@ -50,7 +66,11 @@ fn meminfo(host: &str, memory: u64) -> String {
 
 /// The first `processors` blocks of the host's table.
 fn cpuinfo(host: &str, processors: usize) -> String {
-    host.split("\n\n").filter(|block| block.starts_with("processor")).take(processors.max(1)).map(|block| format!("{block}\n\n")).collect()
+    host.split("\n\n")
+        .filter(|block| block.starts_with("processor"))
+        .take(processors.max(1))
+        .map(|block| format!("{block}\n\n"))
+        .collect()
 }
 
 fn online(processors: usize) -> String {

@@ -80,14 +80,20 @@ impl Creator {
 
 fn duplicate(source: RawFd, target: RawFd) -> io::Result<()> {
     // SAFETY: plain integers.
-    check(libc::c_long::from(unsafe { libc::dup3(source, target, libc::O_CLOEXEC) })).map(drop)
+    check(libc::c_long::from(unsafe {
+        libc::dup3(source, target, libc::O_CLOEXEC)
+    }))
+    .map(drop)
 }
 
 /// Keeps capabilities when this thread changes its user id, so that it can be born into a sandbox's own id and come back.
 pub fn keep_capabilities() -> io::Result<()> {
     const SECBIT_NO_SETUID_FIXUP: libc::c_int = 1 << 2;
     // SAFETY: plain integers.
-    check(libc::c_long::from(unsafe { libc::prctl(libc::PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP, 0, 0, 0) })).map(drop)
+    check(libc::c_long::from(unsafe {
+        libc::prctl(libc::PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP, 0, 0, 0)
+    }))
+    .map(drop)
 }
 
 /// Sets this thread's ids (libc's functions would change every thread's).
@@ -107,7 +113,8 @@ struct Clock {
 impl Clock {
     fn mark(&mut self, step: &'static str) {
         let now = Instant::now();
-        self.timings.push((step, (now - self.last).as_micros() as u64));
+        self.timings
+            .push((step, (now - self.last).as_micros() as u64));
         self.last = now;
     }
 }
@@ -123,10 +130,17 @@ pub fn create(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Res
 }
 
 fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Result<Created> {
-    let mut clock = Clock { last: Instant::now(), timings: Vec::with_capacity(8) };
+    let mut clock = Clock {
+        last: Instant::now(),
+        timings: Vec::with_capacity(8),
+    };
     let base = node.uid_base + slot * IDS_PER_SANDBOX;
     let own_id = base + IDS_PER_SANDBOX - 1;
-    let limits = Limits { memory: Some(spec.memory), cpu_millis: Some(spec.cpu_millis), pids: Some(spec.pids) };
+    let limits = Limits {
+        memory: Some(spec.memory),
+        cpu_millis: Some(spec.cpu_millis),
+        pids: Some(spec.pids),
+    };
     let cgroup = node.cgroups.create(&spec.id, limits, own_id)?;
     clock.mark("cgroups");
     node.scratch.create(&spec.id, spec.disk)?;
@@ -138,7 +152,9 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
     let (ours, theirs) = sysapi::socket_pair()?;
     clock.mark("socket");
     let (pid, pidfd, born_in_v2) = {
-        let cgroup_fd = cgroup.as_ref().map_or(Ok(-1), |dir| creator.place(1, dir.as_raw_fd()))?;
+        let cgroup_fd = cgroup
+            .as_ref()
+            .map_or(Ok(-1), |dir| creator.place(1, dir.as_raw_fd()))?;
         let plan = Plan {
             socket: creator.place(0, theirs.as_raw_fd())?,
             listener: creator.place(2, listener.as_raw_fd())?,
@@ -157,52 +173,117 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
         born?
     };
     drop((theirs, listener, configuration));
-    creator.clear(node.null.as_raw_fd())?;
     clock.mark("clone");
-    finish(node, spec, slot, base, pid, &ours, born_in_v2, &mut clock).inspect_err(|_| reap(&pidfd))?;
-    Ok(Created { pid, pidfd, timings: clock.timings })
+    let newborn = Newborn {
+        pid,
+        socket: ours,
+        slot,
+        base,
+        born_in_v2,
+    };
+    raise(node, creator, spec, &newborn, &mut clock).inspect_err(|_| reap(&pidfd))?;
+    Ok(Created {
+        pid,
+        pidfd,
+        timings: clock.timings,
+    })
 }
 
-#[allow(clippy::too_many_arguments)]
-fn finish(node: &Node, spec: &Spec, slot: u32, base: u32, pid: i32, ours: &OwnedFd, born_in_v2: bool, clock: &mut Clock) -> io::Result<()> {
+/// A child between its birth and the exec of chronus.
+struct Newborn {
+    pid: i32,
+    socket: OwnedFd,
+    slot: u32,
+    /// Host id of its root.
+    base: u32,
+    born_in_v2: bool,
+}
+
+/// Gives the child its ids, groups and mounts, and waits until chronus runs.
+fn raise(
+    node: &Node,
+    creator: &Creator,
+    spec: &Spec,
+    newborn: &Newborn,
+    clock: &mut Clock,
+) -> io::Result<()> {
+    let Newborn {
+        pid, slot, base, ..
+    } = *newborn;
     write_maps(pid, base, &spec.extra_ids)?;
-    node.cgroups.attach(&spec.id, pid, born_in_v2)?;
+    node.cgroups.attach(&spec.id, pid, newborn.born_in_v2)?;
     let processors = processors(spec.cpu_millis, node.cores);
     if processors < node.cores {
         pin(pid, slot, processors, node.cores)?;
     }
-    let start_time = sysapi::start_time(pid).ok_or_else(|| io::Error::other("the child is gone"))?;
-    node.scratch.write_record(&spec.id, Record { slot, pid, start_time })?;
+    let start_time =
+        sysapi::start_time(pid).ok_or_else(|| io::Error::other("the child is gone"))?;
+    node.scratch.write_record(
+        &spec.id,
+        Record {
+            slot,
+            pid,
+            start_time,
+        },
+    )?;
     clock.mark("identity");
     let tree = node.layers.tree(TreeSpec {
         layers: spec.layers.clone(),
         volume: node.scratch.open_volume(&spec.id)?,
         userns: OwnedFd::from(File::open(format!("/proc/{pid}/ns/user"))?),
-        cover: covers::Key { memory: spec.memory, processors },
+        root_id: base,
+        cover: covers::Key {
+            memory: spec.memory,
+            processors,
+        },
     })?;
     clock.mark("mounts");
     let mut mounts = vec![tree.root.as_raw_fd(), tree.dev.as_raw_fd()];
     mounts.extend(tree.covers.iter().map(AsRawFd::as_raw_fd));
-    sysapi::send_fds(ours.as_raw_fd(), &mounts)?;
+    // Its table of descriptors was this process's until now, so the reserved numbers could not be taken back before.
+    expect(&newborn.socket, Report::Unshared)?;
+    creator.clear(node.null.as_raw_fd())?;
+    sysapi::send_fds(newborn.socket.as_raw_fd(), &mounts)?;
     drop(tree);
-    wait_for_exec(ours)?;
+    expect(&newborn.socket, Report::Exec)?;
     clock.mark("child");
     Ok(())
 }
 
-/// The end of the child's socket means that chronus runs; two bytes before it, that the child failed.
-fn wait_for_exec(ours: &OwnedFd) -> io::Result<()> {
-    if !sysapi::wait_readable(ours.as_raw_fd(), CHILD_DEADLINE_MS)? {
-        return Err(io::Error::new(io::ErrorKind::TimedOut, "the sandbox's first process did not get to run chronus in time"));
+/// What the child tells: that it has its own descriptor table, that chronus runs (its end of the socket closes), or which step failed.
+#[derive(PartialEq, Eq, Debug)]
+enum Report {
+    Unshared,
+    Exec,
+}
+
+fn expect(socket: &OwnedFd, expected: Report) -> io::Result<()> {
+    if !sysapi::wait_readable(socket.as_raw_fd(), CHILD_DEADLINE_MS)? {
+        return Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the sandbox's first process did not get to run chronus in time",
+        ));
     }
-    let mut report = [0_u8; 2];
-    match File::from(ours.try_clone()?).read(&mut report)? {
-        0 => Ok(()),
-        _ => {
-            let error = io::Error::from_raw_os_error(i32::from(report[1]));
-            let step = child::STEPS.get(usize::from(report[0])).unwrap_or(&"an unknown step");
-            Err(io::Error::new(error.kind(), format!("{step}: {error}")))
+    let mut stream = File::from(socket.try_clone()?);
+    let mut byte = [0_u8; 1];
+    let report = match (stream.read(&mut byte)?, byte[0]) {
+        (0, _) => Report::Exec,
+        (_, child::UNSHARED) => Report::Unshared,
+        (_, step) => {
+            stream.read_exact(&mut byte)?;
+            let error = io::Error::from_raw_os_error(i32::from(byte[0]));
+            let step = child::STEPS
+                .get(usize::from(step))
+                .unwrap_or(&"an unknown step");
+            return Err(io::Error::new(error.kind(), format!("{step}: {error}")));
         }
+    };
+    if report == expected {
+        Ok(())
+    } else {
+        Err(io::Error::other(format!(
+            "the sandbox's first process died before {expected:?}"
+        )))
     }
 }
 
@@ -232,11 +313,19 @@ fn clone_child(plan: &Plan, cgroup: Option<&OwnedFd>) -> io::Result<(i32, OwnedF
     }
     // SAFETY: without CLONE_VM the child has its own copy of this memory; it calls `child::run` only, which never returns and makes system calls only.
     let pid = unsafe {
-        let mut result = libc::syscall(libc::SYS_clone3, &arguments, std::mem::size_of::<CloneArgs>());
+        let mut result = libc::syscall(
+            libc::SYS_clone3,
+            &arguments,
+            std::mem::size_of::<CloneArgs>(),
+        );
         if result < 0 && cgroup.is_some() && *libc::__errno_location() != libc::EAGAIN {
             arguments.flags &= !CLONE_INTO_CGROUP;
             arguments.cgroup = 0;
-            result = libc::syscall(libc::SYS_clone3, &arguments, std::mem::size_of::<CloneArgs>());
+            result = libc::syscall(
+                libc::SYS_clone3,
+                &arguments,
+                std::mem::size_of::<CloneArgs>(),
+            );
         }
         if result == 0 {
             child::run(plan);
@@ -254,7 +343,10 @@ fn write_maps(pid: i32, base: u32, extra: &[u32]) -> io::Result<()> {
         map.push_str(&format!("{id} {} 1\n", base + PLAIN_IDS + place as u32));
     }
     for file in ["uid_map", "gid_map"] {
-        File::options().write(true).open(format!("/proc/{pid}/{file}"))?.write_all(map.as_bytes())?;
+        File::options()
+            .write(true)
+            .open(format!("/proc/{pid}/{file}"))?
+            .write_all(map.as_bytes())?;
     }
     Ok(())
 }
@@ -266,27 +358,46 @@ fn listen(node: &Node, slot: u32) -> io::Result<UnixListener> {
         _ => {}
     }
     // Through the descriptor: a socket's path has 108 bytes at most, and the run directory isn't visible here.
-    let listener = UnixListener::bind(format!("/proc/self/fd/{}/{slot}", node.sockets.as_raw_fd()))?;
+    let listener =
+        UnixListener::bind(format!("/proc/self/fd/{}/{slot}", node.sockets.as_raw_fd()))?;
     sysapi::chmod_at(node.sockets.as_raw_fd(), &name, 0o600)?;
-    sysapi::chown_at(node.sockets.as_raw_fd(), &name, node.service_uid, node.service_uid)?;
+    sysapi::chown_at(
+        node.sockets.as_raw_fd(),
+        &name,
+        node.service_uid,
+        node.service_uid,
+    )?;
     Ok(listener)
 }
 
 fn random_pair() -> io::Result<[u64; 2]> {
     let mut bytes = [0_u8; 16];
     // SAFETY: bytes is writable for its length.
-    let got = check(unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) } as libc::c_long)?;
+    let got = check(
+        unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) } as libc::c_long,
+    )?;
     if got != 16 {
         return Err(io::Error::other("getrandom gave less than was asked for"));
     }
     let (low, high) = bytes.split_at(8);
-    Ok([u64::from_le_bytes(low.try_into().map_err(io::Error::other)?), u64::from_le_bytes(high.try_into().map_err(io::Error::other)?)])
+    Ok([
+        u64::from_le_bytes(low.try_into().map_err(io::Error::other)?),
+        u64::from_le_bytes(high.try_into().map_err(io::Error::other)?),
+    ])
 }
 
 /// The pipe that chronus reads its configuration from.
 fn configuration(cookie: [u64; 2], history: u64) -> io::Result<OwnedFd> {
     let (reading, writing) = sysapi::pipe()?;
-    let map = Writer::new().map(2).text("cookie").array(2).unsigned(cookie[0]).unsigned(cookie[1]).text("history").unsigned(history).finish();
+    let map = Writer::new()
+        .map(2)
+        .text("cookie")
+        .array(2)
+        .unsigned(cookie[0])
+        .unsigned(cookie[1])
+        .text("history")
+        .unsigned(history)
+        .finish();
     File::from(writing).write_all(&map)?;
     Ok(reading)
 }
@@ -305,9 +416,17 @@ fn pin(pid: i32, slot: u32, processors: usize, cores: usize) -> io::Result<()> {
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         for place in 0..processors {
-            libc::CPU_SET((slot as usize + place) % cores.min(libc::CPU_SETSIZE as usize), &mut set);
+            libc::CPU_SET(
+                (slot as usize + place) % cores.min(libc::CPU_SETSIZE as usize),
+                &mut set,
+            );
         }
-        check(libc::c_long::from(libc::sched_setaffinity(pid, std::mem::size_of_val(&set), &set))).map(drop)
+        check(libc::c_long::from(libc::sched_setaffinity(
+            pid,
+            std::mem::size_of_val(&set),
+            &set,
+        )))
+        .map(drop)
     }
 }
 

@@ -28,14 +28,25 @@ pub fn wait_for_end(pidfd: &OwnedFd) -> Option<i32> {
     // SAFETY: siginfo_t is plain data; P_PIDFD takes an open pidfd.
     unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
-        let reaped = libc::waitid(libc::P_PIDFD, pidfd.as_raw_fd() as libc::id_t, &mut info, libc::WEXITED | libc::WNOHANG);
+        let reaped = libc::waitid(
+            libc::P_PIDFD,
+            pidfd.as_raw_fd() as libc::id_t,
+            &mut info,
+            libc::WEXITED | libc::WNOHANG,
+        );
         // Not a child of this process (an earlier spawner made it): whoever adopted it reaps it.
         Some(if reaped == 0 { info.si_status() } else { 0 })
     }
 }
 
 /// Kills and removes everything of a sandbox.
-pub fn end(node: &Node, id: &str, slot: Option<u32>, pidfd: Option<&OwnedFd>, keep_scratch: bool) -> Ended {
+pub fn end(
+    node: &Node,
+    id: &str,
+    slot: Option<u32>,
+    pidfd: Option<&OwnedFd>,
+    keep_scratch: bool,
+) -> Ended {
     let killed = node.cgroups.kill(id);
     match pidfd {
         Some(pidfd) => {
@@ -71,14 +82,22 @@ fn end_strays(node: &Node, id: &str) {
 
 /// Removes the objects of a sandbox whose processes are dead.
 pub fn take_away(node: &Node, id: &str, slot: Option<u32>, keep_scratch: bool) -> Ended {
-    let mut ended = Ended { figures: node.cgroups.figures(id), disk: node.scratch.usage(id).unwrap_or(0), left: Vec::new() };
+    let mut ended = Ended {
+        figures: node.cgroups.figures(id),
+        disk: node.scratch.usage(id).unwrap_or(0),
+        left: Vec::new(),
+    };
     if let Some(slot) = slot {
         node.remove_socket(slot);
     }
     if let Err(error) = node.cgroups.remove(id) {
         ended.left.push(format!("cgroup: {error}"));
     }
-    let scratch = if keep_scratch { node.scratch.forget(id) } else { node.scratch.remove(id) };
+    let scratch = if keep_scratch {
+        node.scratch.forget(id)
+    } else {
+        node.scratch.remove(id)
+    };
     if let Err(error) = scratch {
         ended.left.push(format!("scratch: {error}"));
     }

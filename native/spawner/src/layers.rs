@@ -15,16 +15,24 @@ use std::sync::mpsc;
 
 use sha2::{Digest, Sha256};
 
-use crate::covers;
 use crate::sysapi::{
-    self, attach_mount, clone_mount, set_mount_attributes, FsContext, MOUNT_ATTR_IDMAP, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_NOSUID, MOUNT_ATTR_RDONLY,
+    self, attach_mount, clone_mount, set_mount_attributes, FsContext, MOUNT_ATTR_IDMAP,
+    MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_NOSUID, MOUNT_ATTR_RDONLY,
 };
+use crate::{covers, create};
 
 /// The most that a layer's metadata file may be: the kernel parses it.
 const MAX_METADATA: u64 = 4 << 30;
 
 /// Devices of the /dev that all sandboxes share: name, major, minor.
-const DEVICES: &[(&str, u32, u32)] = &[("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)];
+const DEVICES: &[(&str, u32, u32)] = &[
+    ("null", 1, 3),
+    ("zero", 1, 5),
+    ("full", 1, 7),
+    ("random", 1, 8),
+    ("urandom", 1, 9),
+    ("tty", 5, 0),
+];
 
 /// Everything that a sandbox's child attaches, detached and mapped to its ids.
 pub struct Tree {
@@ -39,6 +47,8 @@ pub struct TreeSpec {
     pub layers: Vec<String>,
     pub volume: OwnedFd,
     pub userns: OwnedFd,
+    /// Host id of the sandbox's root.
+    pub root_id: u32,
     pub cover: covers::Key,
 }
 
@@ -75,7 +85,13 @@ fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
 pub fn enter_small_root(staging: &Path) -> io::Result<()> {
     let stage = text(staging)?;
     sysapi::mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None)?;
-    sysapi::mount(Some(c"dsec"), &stage, Some(c"tmpfs"), libc::MS_NOSUID, Some(c"mode=755"))?;
+    sysapi::mount(
+        Some(c"dsec"),
+        &stage,
+        Some(c"tmpfs"),
+        libc::MS_NOSUID,
+        Some(c"mode=755"),
+    )?;
     for (name, source) in [("proc", c"/proc"), ("sys", c"/sys")] {
         let target = staging.join(name);
         std::fs::create_dir(&target)?;
@@ -93,54 +109,87 @@ pub fn enter_small_root(staging: &Path) -> io::Result<()> {
 impl Layers {
     /// Enters the namespace held at `pin`, or makes it: then `scratch` (a block device with a btrfs) is mounted in it. Must be called in the host's
     /// mount namespace, before the caller makes its own. Returns the root of the scratch filesystem as well.
-    pub fn open(pin: &Path, staging: &Path, scratch: impl FnOnce() -> io::Result<File> + Send + 'static) -> io::Result<(Self, OwnedFd)> {
+    pub fn open(
+        pin: &Path,
+        staging: &Path,
+        scratch: impl FnOnce() -> io::Result<File>,
+    ) -> io::Result<(Self, OwnedFd)> {
         let (jobs, inbox) = mpsc::channel::<Job>();
         let (ready, opened) = mpsc::channel::<io::Result<OwnedFd>>();
         let (pinned, go_on) = mpsc::channel::<()>();
         let existing = open_pin(pin);
+        let device = if existing.is_none() {
+            Some(scratch()?)
+        } else {
+            None
+        };
         let fresh = existing.is_none();
         let (tell_tid, tid) = mpsc::channel::<i32>();
         let staging = staging.to_owned();
-        std::thread::Builder::new().name("layers".into()).spawn(move || {
-            // SAFETY: gettid has no arguments and can't fail.
-            let _ = tell_tid.send(unsafe { libc::gettid() });
-            let entered = match existing {
-                Some(namespace) => enter(namespace),
-                None => found(&staging).and_then(|()| {
-                    let _ = go_on.recv();
-                    mount_scratch(&scratch()?)
-                }),
-            };
-            let state = entered.and_then(|()| {
-                let root = sysapi::open_at(libc::AT_FDCWD, &text(SCRATCH)?, libc::O_RDONLY | libc::O_DIRECTORY)?;
-                Ok((Pinned::recover()?, root))
-            });
-            match state {
-                Ok((mut state, root)) => {
-                    let _ = ready.send(Ok(root));
-                    while let Ok(job) = inbox.recv() {
-                        job(&mut state);
-                    }
+        std::thread::Builder::new()
+            .name("layers".into())
+            .spawn(move || {
+                // SAFETY: gettid has no arguments and can't fail.
+                let _ = tell_tid.send(unsafe { libc::gettid() });
+                let entered = match (existing, device) {
+                    (Some(namespace), _) => enter(namespace),
+                    (None, Some(device)) => found(&staging).and_then(|()| {
+                        let _ = go_on.recv();
+                        mount_scratch(&device)
+                    }),
+                    (None, None) => Err(io::Error::other("no device for the scratch filesystem")),
                 }
-                Err(error) => drop(ready.send(Err(error))),
-            }
-        })?;
+                .and_then(|()| create::keep_capabilities());
+                let state = entered.and_then(|()| {
+                    let root = sysapi::open_at(
+                        libc::AT_FDCWD,
+                        &text(SCRATCH)?,
+                        libc::O_RDONLY | libc::O_DIRECTORY,
+                    )?;
+                    Ok((Pinned::recover()?, root))
+                });
+                match state {
+                    Ok((mut state, root)) => {
+                        let _ = ready.send(Ok(root));
+                        while let Ok(job) = inbox.recv() {
+                            job(&mut state);
+                        }
+                    }
+                    Err(error) => drop(ready.send(Err(error))),
+                }
+            })?;
         let tid = tid.recv().map_err(io::Error::other)?;
         if fresh {
             // The bind must be made by a thread of the host's namespace, and only once the other has made its own.
             wait_for_own_namespace(tid)?;
             File::create(pin)?;
-            named("pinning the layers' namespace", sysapi::mount(Some(&text(format!("/proc/self/task/{tid}/ns/mnt"))?), &text(pin)?, None, libc::MS_BIND, None))?;
+            named(
+                "pinning the layers' namespace",
+                sysapi::mount(
+                    Some(&text(format!("/proc/self/task/{tid}/ns/mnt"))?),
+                    &text(pin)?,
+                    None,
+                    libc::MS_BIND,
+                    None,
+                ),
+            )?;
             let _ = pinned.send(());
         }
         let root = opened.recv().map_err(io::Error::other)??;
         Ok((Layers { jobs }, root))
     }
 
-    fn ask<T: Send + 'static>(&self, work: impl FnOnce(&mut Pinned) -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    fn ask<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut Pinned) -> io::Result<T> + Send + 'static,
+    ) -> io::Result<T> {
         let (answer, result) = mpsc::channel();
-        self.jobs.send(Box::new(move |state| drop(answer.send(work(state))))).map_err(|_| io::Error::other("the layers thread is gone"))?;
-        result.recv().map_err(|_| io::Error::other("the layers thread is gone"))?
+        self.jobs
+            .send(Box::new(move |state| drop(answer.send(work(state)))))
+            .map_err(|_| io::Error::other("the layers thread is gone"))?;
+        result
+            .recv()
+            .map_err(|_| io::Error::other("the layers thread is gone"))?
     }
 
     /// Mounts a layer once. `metadata` must be a file that nobody but root can change; `blob` may be anybody's: it is data only.
@@ -169,6 +218,21 @@ impl Layers {
     }
 }
 
+/// Runs `work` with this thread's filesystem ids set to `id`; its capabilities stay (see [`create::keep_capabilities`]).
+fn with_file_ids<T>(id: u32, work: impl FnOnce() -> T) -> T {
+    let set = |id: u32| {
+        // SAFETY: plain integers; these calls concern the calling thread only.
+        unsafe {
+            libc::syscall(libc::SYS_setfsgid, id);
+            libc::syscall(libc::SYS_setfsuid, id);
+        }
+    };
+    set(id);
+    let result = work();
+    set(0);
+    result
+}
+
 fn open_pin(pin: &Path) -> Option<File> {
     const NSFS_MAGIC: i64 = 0x6e73_6673;
     let file = File::open(pin).ok()?;
@@ -184,7 +248,9 @@ fn open_pin(pin: &Path) -> Option<File> {
 fn enter(namespace: File) -> io::Result<()> {
     sysapi::unshare(libc::CLONE_FS)?;
     // SAFETY: the descriptor is open.
-    sysapi::check(libc::c_long::from(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNS) }))?;
+    sysapi::check(libc::c_long::from(unsafe {
+        libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNS)
+    }))?;
     std::env::set_current_dir("/")
 }
 
@@ -194,7 +260,13 @@ fn found(staging: &Path) -> io::Result<()> {
     named("the layers' root", enter_small_root(staging))?;
     std::fs::create_dir(format!("{DEV}/template"))?;
     make_dev()?;
-    sysapi::mount(Some(c"covers"), &text(COVERS)?, Some(c"tmpfs"), libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC, Some(c"mode=755"))
+    sysapi::mount(
+        Some(c"covers"),
+        &text(COVERS)?,
+        Some(c"tmpfs"),
+        libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC,
+        Some(c"mode=755"),
+    )
 }
 
 fn wait_for_own_namespace(tid: i32) -> io::Result<()> {
@@ -211,20 +283,47 @@ fn wait_for_own_namespace(tid: i32) -> io::Result<()> {
 
 fn mount_scratch(device: &File) -> io::Result<()> {
     let source = text(format!("/proc/self/fd/{}", device.as_raw_fd()))?;
-    named("mounting the scratch filesystem", sysapi::mount(Some(&source), &text(SCRATCH)?, Some(c"btrfs"), libc::MS_NOATIME, Some(&text(crate::scratch::MOUNT_OPTIONS)?)))
+    named(
+        "mounting the scratch filesystem",
+        sysapi::mount(
+            Some(&source),
+            &text(SCRATCH)?,
+            Some(c"btrfs"),
+            libc::MS_NOATIME,
+            Some(&text(crate::scratch::MOUNT_OPTIONS)?),
+        ),
+    )
 }
 
 /// The /dev that all sandboxes share, read-only: device nodes can't be made inside a user namespace, and one mount is cheaper than seven.
 fn make_dev() -> io::Result<()> {
     let point = PathBuf::from(format!("{DEV}/template"));
-    sysapi::mount(Some(c"dev"), &text(&point)?, Some(c"tmpfs"), libc::MS_NOSUID | libc::MS_NOEXEC, Some(c"mode=755,size=64k"))?;
+    sysapi::mount(
+        Some(c"dev"),
+        &text(&point)?,
+        Some(c"tmpfs"),
+        libc::MS_NOSUID | libc::MS_NOEXEC,
+        Some(c"mode=755,size=64k"),
+    )?;
     for (name, major, minor) in DEVICES {
         let path = text(point.join(name))?;
         // SAFETY: path is NUL-terminated and outlives the calls.
-        sysapi::check(libc::c_long::from(unsafe { libc::mknod(path.as_ptr(), libc::S_IFCHR | 0o666, libc::makedev(*major, *minor)) }))?;
+        sysapi::check(libc::c_long::from(unsafe {
+            libc::mknod(
+                path.as_ptr(),
+                libc::S_IFCHR | 0o666,
+                libc::makedev(*major, *minor),
+            )
+        }))?;
         sysapi::chmod_at(libc::AT_FDCWD, &path, 0o666)?;
     }
-    for (name, target) in [("fd", "/proc/self/fd"), ("stdin", "/proc/self/fd/0"), ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2"), ("ptmx", "pts/ptmx")] {
+    for (name, target) in [
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+        ("ptmx", "pts/ptmx"),
+    ] {
         std::os::unix::fs::symlink(target, point.join(name))?;
     }
     for name in ["pts", "shm", "mqueue"] {
@@ -239,10 +338,25 @@ impl Pinned {
         let mut layers = HashMap::new();
         for entry in std::fs::read_dir(LAYERS)?.flatten() {
             let digest = entry.file_name().to_string_lossy().into_owned();
-            layers.insert(digest, sysapi::open_at(libc::AT_FDCWD, &text(entry.path())?, libc::O_PATH | libc::O_DIRECTORY)?);
+            layers.insert(
+                digest,
+                sysapi::open_at(
+                    libc::AT_FDCWD,
+                    &text(entry.path())?,
+                    libc::O_PATH | libc::O_DIRECTORY,
+                )?,
+            );
         }
-        let dev = sysapi::open_at(libc::AT_FDCWD, &text(format!("{DEV}/template"))?, libc::O_PATH | libc::O_DIRECTORY)?;
-        Ok(Pinned { layers, covers: HashMap::new(), dev })
+        let dev = sysapi::open_at(
+            libc::AT_FDCWD,
+            &text(format!("{DEV}/template"))?,
+            libc::O_PATH | libc::O_DIRECTORY,
+        )?;
+        Ok(Pinned {
+            layers,
+            covers: HashMap::new(),
+            dev,
+        })
     }
 
     fn mount(&mut self, digest: String, metadata: &File, blob: Option<&File>) -> io::Result<()> {
@@ -257,43 +371,87 @@ impl Pinned {
         }
         let mount = context
             .mount(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV)
-            .map_err(|error| io::Error::new(error.kind(), format!("mounting the layer: {error}; {}", context.log())))?;
+            .map_err(|error| {
+                io::Error::new(
+                    error.kind(),
+                    format!("mounting the layer: {error}; {}", context.log()),
+                )
+            })?;
         let point = PathBuf::from(format!("{LAYERS}/{digest}"));
         std::fs::create_dir(&point)?;
-        attach_mount(mount.as_raw_fd(), &text(&point)?).inspect_err(|_| drop(std::fs::remove_dir(&point)))?;
-        self.layers.insert(digest, sysapi::open_at(libc::AT_FDCWD, &text(&point)?, libc::O_PATH | libc::O_DIRECTORY)?);
+        attach_mount(mount.as_raw_fd(), &text(&point)?)
+            .inspect_err(|_| drop(std::fs::remove_dir(&point)))?;
+        self.layers.insert(
+            digest,
+            sysapi::open_at(
+                libc::AT_FDCWD,
+                &text(&point)?,
+                libc::O_PATH | libc::O_DIRECTORY,
+            )?,
+        );
         Ok(())
     }
 
     fn tree(&mut self, spec: &TreeSpec) -> io::Result<Tree> {
         let userns = spec.userns.as_raw_fd();
-        let root = self.overlay(spec, userns)?;
+        // overlayfs acts on the writable layer with the ids of whoever mounts it, and those must have a place in the sandbox's map.
+        let root = with_file_ids(spec.root_id, || self.overlay(spec, userns))?;
         let dev = clone_mount(self.dev.as_raw_fd(), c"")?;
-        set_mount_attributes(dev.as_raw_fd(), MOUNT_ATTR_IDMAP | MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, Some(userns))?;
-        let covers = self.covers(&spec.cover)?.iter().map(|cover| clone_mount(cover.as_raw_fd(), c"")).collect::<io::Result<_>>()?;
+        set_mount_attributes(
+            dev.as_raw_fd(),
+            MOUNT_ATTR_IDMAP | MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC,
+            Some(userns),
+        )?;
+        let covers = self
+            .covers(&spec.cover)?
+            .iter()
+            .map(|cover| clone_mount(cover.as_raw_fd(), c""))
+            .collect::<io::Result<_>>()?;
         Ok(Tree { root, dev, covers })
     }
 
     fn overlay(&self, spec: &TreeSpec, userns: RawFd) -> io::Result<OwnedFd> {
-        let volume = named("the writable layer", clone_mount(spec.volume.as_raw_fd(), c"."))?;
+        let volume = named(
+            "the writable layer",
+            clone_mount(spec.volume.as_raw_fd(), c"."),
+        )?;
         set_mount_attributes(volume.as_raw_fd(), MOUNT_ATTR_IDMAP, Some(userns))?;
         let upper = sysapi::open_at(volume.as_raw_fd(), c"u", libc::O_PATH | libc::O_DIRECTORY)?;
         let work = sysapi::open_at(volume.as_raw_fd(), c"w", libc::O_PATH | libc::O_DIRECTORY)?;
         let context = FsContext::open(c"overlay")?;
+        // A detached mount lasts as long as its descriptor: these must outlive the creation of the overlay.
+        let mut mapped_layers = Vec::with_capacity(spec.layers.len());
         for digest in &spec.layers {
-            let layer = self.layers.get(digest).ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, format!("layer {digest} is not mounted")))?;
+            let layer = self.layers.get(digest).ok_or_else(|| {
+                io::Error::new(
+                    io::ErrorKind::NotFound,
+                    format!("layer {digest} is not mounted"),
+                )
+            })?;
             let mapped = clone_mount(layer.as_raw_fd(), c"")?;
-            named("mapping the layer's ids", set_mount_attributes(mapped.as_raw_fd(), MOUNT_ATTR_IDMAP, Some(userns)))?;
+            named(
+                "mapping the layer's ids",
+                set_mount_attributes(mapped.as_raw_fd(), MOUNT_ATTR_IDMAP, Some(userns)),
+            )?;
             context.set_fd(c"lowerdir+", mapped.as_raw_fd())?;
+            mapped_layers.push(mapped);
         }
         context.set_fd(c"upperdir", upper.as_raw_fd())?;
         context.set_fd(c"workdir", work.as_raw_fd())?;
         // Volatile: scratch needs no fsync. No metacopy and no followed redirects: an upper layer is its owner's word.
         context.set_flag(c"volatile")?;
-        for (key, value) in [(c"source", c"overlay"), (c"redirect_dir", c"nofollow"), (c"metacopy", c"off"), (c"index", c"off"), (c"xino", c"auto")] {
+        for (key, value) in [
+            (c"source", c"overlay"),
+            (c"redirect_dir", c"nofollow"),
+            (c"metacopy", c"off"),
+            (c"index", c"off"),
+            (c"xino", c"auto"),
+        ] {
             context.set(key, value)?;
         }
-        context.mount(MOUNT_ATTR_NODEV).map_err(|error| io::Error::new(error.kind(), format!("overlay: {error}; {}", context.log())))
+        context.mount(MOUNT_ATTR_NODEV).map_err(|error| {
+            io::Error::new(error.kind(), format!("overlay: {error}; {}", context.log()))
+        })
     }
 
     /// The covers for these limits, made on first use.
@@ -306,10 +464,18 @@ impl Pinned {
                 let path = directory.join(name);
                 File::create(&path)?.write_all(content.as_bytes())?;
                 let mount = clone_mount(libc::AT_FDCWD, &text(&path)?)?;
-                set_mount_attributes(mount.as_raw_fd(), MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC, None)?;
+                set_mount_attributes(
+                    mount.as_raw_fd(),
+                    MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC,
+                    None,
+                )?;
                 // Attached beside the file itself, so that this thread may clone it again for each sandbox.
                 attach_mount(mount.as_raw_fd(), &text(&path)?)?;
-                mounts.push(sysapi::open_at(libc::AT_FDCWD, &text(&path)?, libc::O_PATH)?);
+                mounts.push(sysapi::open_at(
+                    libc::AT_FDCWD,
+                    &text(&path)?,
+                    libc::O_PATH,
+                )?);
             }
             self.covers.insert(key.clone(), mounts);
         }
@@ -319,7 +485,10 @@ impl Pinned {
 
 /// Whether `text` is a sha256 digest in hex.
 pub fn is_digest(text: &str) -> bool {
-    text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+    text.len() == 64
+        && text
+            .bytes()
+            .all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }
 
 /// Copies a layer's metadata to `target`, root's own, while its digest is checked: what the kernel will parse can't be changed afterwards.
@@ -342,10 +511,17 @@ pub fn import_metadata(source: &Path, target: &Path, digest: &str) -> io::Result
         hasher.update(&buffer[..read]);
         output.write_all(&buffer[..read])?;
     }
-    let found: String = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    let found: String = hasher
+        .finalize()
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
     if total > MAX_METADATA || found != digest {
         std::fs::remove_file(&partial)?;
-        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("layer {digest}: its metadata has the digest {found}")));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("layer {digest}: its metadata has the digest {found}"),
+        ));
     }
     std::fs::rename(&partial, target)?;
     File::open(target)
@@ -358,7 +534,13 @@ mod tests {
     #[test]
     fn digests_are_lower_case_hex_of_one_length() {
         assert!(is_digest(&"a0".repeat(32)));
-        for bad in ["", "a0", &"A0".repeat(32), &"../".repeat(22)[..64], &"g0".repeat(32)] {
+        for bad in [
+            "",
+            "a0",
+            &"A0".repeat(32),
+            &"../".repeat(22)[..64],
+            &"g0".repeat(32),
+        ] {
             assert!(!is_digest(bad), "{bad:?}");
         }
     }
@@ -369,7 +551,9 @@ mod tests {
         std::fs::create_dir_all(&home).unwrap();
         std::fs::write(home.join("source"), b"content").unwrap();
         let digest = "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73";
-        assert!(import_metadata(&home.join("source"), &home.join("wrong"), &"0".repeat(64)).is_err());
+        assert!(
+            import_metadata(&home.join("source"), &home.join("wrong"), &"0".repeat(64)).is_err()
+        );
         assert!(!home.join("wrong").exists() && !home.join("wrong.part").exists());
         assert!(import_metadata(&home.join("source"), &home.join("right"), digest).is_ok());
         std::fs::remove_dir_all(home).unwrap();

@@ -34,7 +34,9 @@ fn main() {
             print!("{}", options::HELP);
             Ok(0)
         }
-        Command::Serve => server::run(&options).map(|()| 0).map_err(|error| error.to_string()),
+        Command::Serve => server::run(&options)
+            .map(|()| 0)
+            .map_err(|error| error.to_string()),
         Command::Sweep => sweep::run(&options),
         Command::Supervise => supervise::run(&options),
         Command::Doctor => doctor::run(&options),

@@ -52,11 +52,18 @@ fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
 
 /// Makes a directory of root's with this mode, or corrects the mode of one that is there.
 fn directory(path: &Path, mode: u32) -> io::Result<()> {
-    named(&path.display().to_string(), std::fs::create_dir_all(path).and_then(|()| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))))
+    named(
+        &path.display().to_string(),
+        std::fs::create_dir_all(path)
+            .and_then(|()| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))),
+    )
 }
 
 fn open_directory(path: &Path) -> io::Result<OwnedFd> {
-    named(&path.display().to_string(), File::open(path).map(OwnedFd::from))
+    named(
+        &path.display().to_string(),
+        File::open(path).map(OwnedFd::from),
+    )
 }
 
 impl Node {
@@ -72,7 +79,11 @@ impl Node {
         if !blobs.exists() {
             std::fs::create_dir_all(&blobs)?;
             for path in [blobs.parent().unwrap_or(&blobs), &blobs] {
-                std::os::unix::fs::chown(path, Some(options.service_uid), Some(options.service_uid))?;
+                std::os::unix::fs::chown(
+                    path,
+                    Some(options.service_uid),
+                    Some(options.service_uid),
+                )?;
             }
         }
         let chronus = install_chronus(&options.chronus, &run.join("bin/chronus"))?;
@@ -81,13 +92,22 @@ impl Node {
         let staging = run.join("stage");
         directory(&staging, 0o700)?;
         let (layers, scratch_root) = Layers::open(&pin(options), &staging, move || {
-            named("the scratch filesystem", scratch::make_image(&image, megabytes))?;
-            named("a loop device for the scratch filesystem", scratch::attach_loop(&image))
+            named(
+                "the scratch filesystem",
+                scratch::make_image(&image, megabytes),
+            )?;
+            named(
+                "a loop device for the scratch filesystem",
+                scratch::attach_loop(&image),
+            )
         })?;
         let cgroups = named("control groups", Cgroups::open(&options.cgroup))?;
         Ok(Node {
             cgroups,
-            scratch: named("quotas of the scratch filesystem", Scratch::open(scratch_root))?,
+            scratch: named(
+                "quotas of the scratch filesystem",
+                Scratch::open(scratch_root),
+            )?,
             layers,
             sockets: open_directory(&run.join("c"))?,
             chronus,
@@ -96,8 +116,14 @@ impl Node {
             service_uid: options.service_uid,
             cores: std::thread::available_parallelism()?.get(),
             memory: total_memory()?,
-            masks: MASKS.iter().map(|mask| Path::new("/").join(&*mask.path.to_string_lossy()).exists()).collect(),
-            last_capability: std::fs::read_to_string("/proc/sys/kernel/cap_last_cap")?.trim().parse().map_err(io::Error::other)?,
+            masks: MASKS
+                .iter()
+                .map(|mask| Path::new("/").join(&*mask.path.to_string_lossy()).exists())
+                .collect(),
+            last_capability: std::fs::read_to_string("/proc/sys/kernel/cap_last_cap")?
+                .trim()
+                .parse()
+                .map_err(io::Error::other)?,
             blobs: open_directory(&blobs)?,
             metadata: open_directory(&run.join("meta"))?,
         })
@@ -105,19 +131,36 @@ impl Node {
 
     /// Mounts a layer whose blobs the service has stored. The service is not trusted: metadata is copied and checked, data must be its own plain file.
     pub fn mount_layer(&self, meta: &str, blob: Option<&str>) -> io::Result<()> {
-        let below = |dir: &OwnedFd, name: &str| PathBuf::from(format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()));
-        let metadata = layers::import_metadata(&below(&self.blobs, meta), &below(&self.metadata, meta), meta)?;
-        let data = blob.map(|digest| self.service_file(&below(&self.blobs, digest), digest)).transpose()?;
+        let below = |dir: &OwnedFd, name: &str| {
+            PathBuf::from(format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()))
+        };
+        let metadata = layers::import_metadata(
+            &below(&self.blobs, meta),
+            &below(&self.metadata, meta),
+            meta,
+        )?;
+        let data = blob
+            .map(|digest| self.service_file(&below(&self.blobs, digest), digest))
+            .transpose()?;
         self.layers.mount(meta.to_owned(), metadata, data)
     }
 
     fn service_file(&self, path: &Path, digest: &str) -> io::Result<File> {
-        let file = named(&format!("blob {digest}"), File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path))?;
+        let file = named(
+            &format!("blob {digest}"),
+            File::options()
+                .read(true)
+                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+                .open(path),
+        )?;
         let meta = file.metadata()?;
         if meta.is_file() && meta.uid() == self.service_uid {
             Ok(file)
         } else {
-            Err(io::Error::new(io::ErrorKind::InvalidData, format!("blob {digest} is not a plain file of the service's")))
+            Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("blob {digest} is not a plain file of the service's"),
+            ))
         }
     }
 
@@ -131,23 +174,33 @@ impl Node {
 
     /// Removes the socket of a slot; one that isn't there is fine.
     pub fn remove_socket(&self, slot: u32) {
-        let _ = CString::new(slot.to_string()).map(|name| sysapi::unlink_at(self.sockets.as_raw_fd(), &name));
+        let _ = CString::new(slot.to_string())
+            .map(|name| sysapi::unlink_at(self.sockets.as_raw_fd(), &name));
     }
 }
 
 /// Moves the calling thread (and those it starts) into a mount namespace that is cheap to clone.
 pub fn leave_host_mounts(options: &Options) -> io::Result<()> {
     sysapi::unshare(libc::CLONE_NEWNS)?;
-    named("a mount namespace for the spawner", layers::enter_small_root(&options.run_dir.join("stage")))
+    named(
+        "a mount namespace for the spawner",
+        layers::enter_small_root(&options.run_dir.join("stage")),
+    )
 }
 
 /// Copies chronus to a place where nobody but root may read it: a program that its user can't read is never dumpable, whatever namespace it runs in.
 fn install_chronus(source: &Path, target: &Path) -> io::Result<OwnedFd> {
     let partial = target.with_extension("part");
-    named(&format!("chronus at {}", source.display()), std::fs::copy(source, &partial))?;
+    named(
+        &format!("chronus at {}", source.display()),
+        std::fs::copy(source, &partial),
+    )?;
     std::fs::set_permissions(&partial, std::fs::Permissions::from_mode(0o711))?;
     std::fs::rename(&partial, target)?;
-    let file = File::options().read(true).custom_flags(libc::O_PATH).open(target)?;
+    let file = File::options()
+        .read(true)
+        .custom_flags(libc::O_PATH)
+        .open(target)?;
     Ok(OwnedFd::from(file))
 }
 
@@ -155,7 +208,13 @@ fn total_memory() -> io::Result<u64> {
     let table = std::fs::read_to_string("/proc/meminfo")?;
     table
         .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.split_ascii_whitespace().next()?.parse::<u64>().ok())
+        .find_map(|line| {
+            line.strip_prefix("MemTotal:")?
+                .split_ascii_whitespace()
+                .next()?
+                .parse::<u64>()
+                .ok()
+        })
         .map(|kilobytes| kilobytes * 1024)
         .ok_or_else(|| io::Error::other("no MemTotal in /proc/meminfo"))
 }

@@ -60,10 +60,21 @@ impl Registry {
         }
         // Round robin: a slot that was just freed rests as long as possible.
         let start = table.next;
-        let slot = (0..MAX_SLOTS).map(|step| (start + step) % MAX_SLOTS).find(|slot| !table.used.contains_key(slot)).ok_or(Refusal::NoSlot)?;
+        let slot = (0..MAX_SLOTS)
+            .map(|step| (start + step) % MAX_SLOTS)
+            .find(|slot| !table.used.contains_key(slot))
+            .ok_or(Refusal::NoSlot)?;
         table.next = (slot + 1) % MAX_SLOTS;
         table.used.insert(slot, ());
-        table.entries.insert(id.to_owned(), Entry { slot: Some(slot), pid: 0, pidfd: None, state: State::Creating });
+        table.entries.insert(
+            id.to_owned(),
+            Entry {
+                slot: Some(slot),
+                pid: 0,
+                pidfd: None,
+                state: State::Creating,
+            },
+        );
         Ok(slot)
     }
 
@@ -86,7 +97,12 @@ impl Registry {
                     entry.state = State::Ending;
                     return Some(entry.clone());
                 }
-                Some(_) => table = self.changed.wait(table).unwrap_or_else(PoisonError::into_inner),
+                Some(_) => {
+                    table = self
+                        .changed
+                        .wait(table)
+                        .unwrap_or_else(PoisonError::into_inner)
+                }
             }
         }
     }
@@ -116,7 +132,11 @@ impl Registry {
     }
 
     pub fn list(&self) -> Vec<(String, Entry)> {
-        self.table().entries.iter().map(|(id, entry)| (id.clone(), entry.clone())).collect()
+        self.table()
+            .entries
+            .iter()
+            .map(|(id, entry)| (id.clone(), entry.clone()))
+            .collect()
     }
 
     /// Finds what earlier spawners of this instance made; returns the live ones with their descriptors.
@@ -133,8 +153,11 @@ impl Registry {
                 // Kept on purpose after its sandbox failed: it has no process and no slot.
                 continue;
             }
-            let process = record.filter(|record| sysapi::start_time(record.pid) == Some(record.start_time));
-            let pidfd = process.and_then(|record| sysapi::pidfd_open(record.pid).ok()).map(Arc::new);
+            let process =
+                record.filter(|record| sysapi::start_time(record.pid) == Some(record.start_time));
+            let pidfd = process
+                .and_then(|record| sysapi::pidfd_open(record.pid).ok())
+                .map(Arc::new);
             if let Some(pidfd) = &pidfd {
                 live.push((id.clone(), pidfd.clone()));
             }
@@ -142,8 +165,20 @@ impl Registry {
             if let Some(slot) = slot {
                 table.used.insert(slot, ());
             }
-            let state = if pidfd.is_some() { State::Live } else { State::Dead };
-            table.entries.insert(id, Entry { slot, pid: process.map_or(0, |record| record.pid), pidfd, state });
+            let state = if pidfd.is_some() {
+                State::Live
+            } else {
+                State::Dead
+            };
+            table.entries.insert(
+                id,
+                Entry {
+                    slot,
+                    pid: process.map_or(0, |record| record.pid),
+                    pidfd,
+                    state,
+                },
+            );
         }
         live
     }
@@ -176,6 +211,9 @@ mod tests {
         let (end, _) = sysapi::pipe().unwrap();
         registry.created("sb-a", 7, Arc::new(end));
         assert_eq!(waiting.join().unwrap(), Some(7));
-        assert!(!registry.died("sb-a"), "its death is no news while it is being ended");
+        assert!(
+            !registry.died("sb-a"),
+            "its death is no news while it is being ended"
+        );
     }
 }

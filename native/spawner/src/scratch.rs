@@ -14,7 +14,7 @@ use crate::sysapi::{self, check};
 
 /// No barrier and no checksums, because after a crash of the machine the whole filesystem is made anew; rare commits, because most of what
 /// sandboxes write is deleted before it needs to reach the disk.
-pub const MOUNT_OPTIONS: &str = "noatime,nobarrier,nodatacow,commit=120";
+pub const MOUNT_OPTIONS: &str = "nobarrier,nodatacow,commit=120";
 
 const BTRFS_IOC_SUBVOL_CREATE: libc::c_ulong = 0x5000_940e;
 const BTRFS_IOC_SNAP_DESTROY: libc::c_ulong = 0x5000_940f;
@@ -90,7 +90,10 @@ struct LoopConfig {
 
 fn ioctl<T>(fd: RawFd, request: libc::c_ulong, argument: *mut T) -> io::Result<()> {
     // SAFETY: callers pass the structure that the request takes.
-    check(libc::c_long::from(unsafe { libc::ioctl(fd, request as _, argument) })).map(drop)
+    check(libc::c_long::from(unsafe {
+        libc::ioctl(fd, request as _, argument)
+    }))
+    .map(drop)
 }
 
 /// Makes the image file and its filesystem. `mb` megabytes are allocated at once.
@@ -99,7 +102,11 @@ pub fn make_image(path: &Path, mb: u64) -> io::Result<()> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let file = File::options().read(true).write(true).create_new(true).open(path)?;
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(path)?;
     file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
     let size = i64::try_from(mb << 20).map_err(io::Error::other)?;
     // SAFETY: plain integers; posix_fallocate returns the error instead of setting errno.
@@ -107,29 +114,51 @@ pub fn make_image(path: &Path, mb: u64) -> io::Result<()> {
     if code != 0 {
         let _ = std::fs::remove_file(path);
         let error = io::Error::from_raw_os_error(code);
-        return Err(io::Error::new(error.kind(), format!("{mb} MB for {}: {error}; free disk space or give a smaller --scratch-mb", path.display())));
+        return Err(io::Error::new(
+            error.kind(),
+            format!(
+                "{mb} MB for {}: {error}; free disk space or give a smaller --scratch-mb",
+                path.display()
+            ),
+        ));
     }
     let made = Command::new("mkfs.btrfs")
         .args(["-q", "-f", "-m", "single", "-d", "single", "-K"])
         .arg(path)
         .stdin(Stdio::null())
         .output()
-        .map_err(|error| io::Error::new(error.kind(), format!("mkfs.btrfs: {error}; install btrfs-progs")))?;
+        .map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("mkfs.btrfs: {error}; install btrfs-progs"),
+            )
+        })?;
     if made.status.success() {
         Ok(())
     } else {
-        Err(io::Error::other(format!("mkfs.btrfs: {}", String::from_utf8_lossy(&made.stderr).trim())))
+        Err(io::Error::other(format!(
+            "mkfs.btrfs: {}",
+            String::from_utf8_lossy(&made.stderr).trim()
+        )))
     }
 }
 
 /// A loop device over the image, which frees itself when its last user (the mount) is gone.
 pub fn attach_loop(image: &Path) -> io::Result<File> {
-    let control = File::options().read(true).write(true).open("/dev/loop-control")?;
+    let control = File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/loop-control")?;
     let backing = File::options().read(true).write(true).open(image)?;
     for _ in 0..64 {
         // SAFETY: the request takes no argument.
-        let number = check(libc::c_long::from(unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE as _) }))?;
-        let device = File::options().read(true).write(true).open(format!("/dev/loop{number}"))?;
+        let number = check(libc::c_long::from(unsafe {
+            libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE as _)
+        }))?;
+        let device = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/dev/loop{number}"))?;
         // SAFETY: all fields are plain integers and arrays of them; zero is valid for each.
         let mut config: LoopConfig = unsafe { std::mem::zeroed() };
         config.fd = backing.as_raw_fd() as u32;
@@ -165,18 +194,37 @@ pub struct Record {
 impl Scratch {
     /// Takes the mounted root; enables quotas where they aren't yet.
     pub fn open(root: OwnedFd) -> io::Result<Self> {
-        let mut quota = QuotaArgs { command: QUOTA_ENABLE_SIMPLE, status: 0 };
+        let mut quota = QuotaArgs {
+            command: QUOTA_ENABLE_SIMPLE,
+            status: 0,
+        };
         if ioctl(root.as_raw_fd(), BTRFS_IOC_QUOTA_CTL, &mut quota).is_err() {
             // Kernels before 6.7 have full accounting only. Enabling what is enabled is no error.
-            let mut full = QuotaArgs { command: QUOTA_ENABLE_FULL, status: 0 };
+            let mut full = QuotaArgs {
+                command: QUOTA_ENABLE_FULL,
+                status: 0,
+            };
             ioctl(root.as_raw_fd(), BTRFS_IOC_QUOTA_CTL, &mut full)?;
         }
         let mut info = [0_u8; 1024];
         ioctl(root.as_raw_fd(), BTRFS_IOC_FS_INFO, info.as_mut_ptr())?;
         // struct btrfs_ioctl_fs_info_args: max_id, num_devices, then the 16 bytes of the filesystem's id.
-        let hex: String = info[16..32].iter().map(|byte| format!("{byte:02x}")).collect();
-        let uuid = [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-");
-        Ok(Scratch { root, qgroups: format!("/sys/fs/btrfs/{uuid}/qgroups") })
+        let hex: String = info[16..32]
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        let uuid = [
+            &hex[..8],
+            &hex[8..12],
+            &hex[12..16],
+            &hex[16..20],
+            &hex[20..],
+        ]
+        .join("-");
+        Ok(Scratch {
+            root,
+            qgroups: format!("/sys/fs/btrfs/{uuid}/qgroups"),
+        })
     }
 
     pub fn root(&self) -> RawFd {
@@ -195,13 +243,20 @@ impl Scratch {
     }
 
     fn volume_call(&self, request: libc::c_ulong, id: &str) -> io::Result<()> {
-        let mut args = VolumeArgs { fd: 0, name: [0; 4088] };
+        let mut args = VolumeArgs {
+            fd: 0,
+            name: [0; 4088],
+        };
         args.name[..id.len()].copy_from_slice(id.as_bytes());
         ioctl(self.root(), request, &mut args)
     }
 
     pub fn open_volume(&self, id: &str) -> io::Result<OwnedFd> {
-        sysapi::open_at(self.root(), &CString::new(id)?, libc::O_RDONLY | libc::O_DIRECTORY)
+        sysapi::open_at(
+            self.root(),
+            &CString::new(id)?,
+            libc::O_RDONLY | libc::O_DIRECTORY,
+        )
     }
 
     pub fn limit(&self, id: &str, disk: u64) -> io::Result<()> {
@@ -209,7 +264,14 @@ impl Scratch {
     }
 
     fn limit_volume(&self, volume: RawFd, disk: u64) -> io::Result<()> {
-        let mut args = LimitArgs { qgroupid: 0, flags: LIMIT_REFERENCED, max_rfer: disk, max_excl: 0, rsv_rfer: 0, rsv_excl: 0 };
+        let mut args = LimitArgs {
+            qgroupid: 0,
+            flags: LIMIT_REFERENCED,
+            max_rfer: disk,
+            max_excl: 0,
+            rsv_rfer: 0,
+            rsv_excl: 0,
+        };
         ioctl(volume, BTRFS_IOC_QGROUP_LIMIT, &mut args)
     }
 
@@ -219,7 +281,9 @@ impl Scratch {
         loop {
             match self.volume_call(BTRFS_IOC_SNAP_DESTROY, id) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end => {
+                    std::thread::sleep(Duration::from_millis(1))
+                }
                 other => return other,
             }
         }
@@ -228,7 +292,11 @@ impl Scratch {
     /// Bytes that a sandbox holds on the scratch filesystem, reserved ones included.
     pub fn usage(&self, id: &str) -> io::Result<u64> {
         let volume = self.open_volume(id)?;
-        let mut lookup = LookupArgs { treeid: 0, objectid: 256, name: [0; 4080] };
+        let mut lookup = LookupArgs {
+            treeid: 0,
+            objectid: 256,
+            name: [0; 4080],
+        };
         ioctl(volume.as_raw_fd(), BTRFS_IOC_INO_LOOKUP, &mut lookup)?;
         let read = |file: &str| -> u64 {
             std::fs::read_to_string(format!("{}/0_{}/{file}", self.qgroups, lookup.treeid))
@@ -247,28 +315,51 @@ impl Scratch {
             if libc::fstatvfs(self.root(), &mut stat) != 0 {
                 return (0, 0);
             }
-            (stat.f_blocks * stat.f_frsize, (stat.f_blocks - stat.f_bfree) * stat.f_frsize)
+            (
+                stat.f_blocks * stat.f_frsize,
+                (stat.f_blocks - stat.f_bfree) * stat.f_frsize,
+            )
         }
     }
 
     pub fn write_record(&self, id: &str, record: Record) -> io::Result<()> {
         let dir = self.open_volume(id)?;
-        let file = sysapi::open_at(dir.as_raw_fd(), c"sandbox", libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC | libc::O_NOFOLLOW)?;
-        File::from(file).write_all(format!("{} {} {}\n", record.slot, record.pid, record.start_time).as_bytes())
+        let file = sysapi::open_at(
+            dir.as_raw_fd(),
+            c"sandbox",
+            libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC | libc::O_NOFOLLOW,
+        )?;
+        File::from(file)
+            .write_all(format!("{} {} {}\n", record.slot, record.pid, record.start_time).as_bytes())
     }
 
     pub fn read_record(&self, id: &str) -> Option<Record> {
         let dir = self.open_volume(id).ok()?;
-        let file = sysapi::open_at(dir.as_raw_fd(), c"sandbox", libc::O_RDONLY | libc::O_NOFOLLOW).ok()?;
+        let file = sysapi::open_at(
+            dir.as_raw_fd(),
+            c"sandbox",
+            libc::O_RDONLY | libc::O_NOFOLLOW,
+        )
+        .ok()?;
         let mut content = String::new();
-        File::from(file).take(256).read_to_string(&mut content).ok()?;
+        File::from(file)
+            .take(256)
+            .read_to_string(&mut content)
+            .ok()?;
         let mut fields = content.split_ascii_whitespace();
-        Some(Record { slot: fields.next()?.parse().ok()?, pid: fields.next()?.parse().ok()?, start_time: fields.next()?.parse().ok()? })
+        Some(Record {
+            slot: fields.next()?.parse().ok()?,
+            pid: fields.next()?.parse().ok()?,
+            start_time: fields.next()?.parse().ok()?,
+        })
     }
 
     /// Keeps what a sandbox wrote but frees its slot: without its record it is nobody's.
     pub fn forget(&self, id: &str) -> io::Result<()> {
-        match self.open_volume(id).and_then(|dir| sysapi::unlink_at(dir.as_raw_fd(), c"sandbox")) {
+        match self
+            .open_volume(id)
+            .and_then(|dir| sysapi::unlink_at(dir.as_raw_fd(), c"sandbox"))
+        {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         }
@@ -276,13 +367,20 @@ impl Scratch {
 
     /// Sandboxes that have a subvolume.
     pub fn list(&self) -> io::Result<Vec<String>> {
-        Ok(sysapi::names_in(self.root())?.into_iter().filter(|name| crate::cgroup::is_group_name(name)).collect())
+        Ok(sysapi::names_in(self.root())?
+            .into_iter()
+            .filter(|name| crate::cgroup::is_group_name(name))
+            .collect())
     }
 
     /// What a sandbox wrote, at most `limit` entries. The tree changes while it is read and its owner is hostile: no name is followed.
     pub fn diff(&self, id: &str, limit: usize) -> io::Result<Vec<Change>> {
         let volume = self.open_volume(id)?;
-        let top = sysapi::open_at(volume.as_raw_fd(), c"u", libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW)?;
+        let top = sysapi::open_at(
+            volume.as_raw_fd(),
+            c"u",
+            libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW,
+        )?;
         let mut found = Vec::new();
         changes_below(&top, Path::new(""), MAX_DEPTH, limit, &mut found)?;
         Ok(found)
@@ -292,7 +390,13 @@ impl Scratch {
 /// Directories nested deeper than this are not looked into: each level holds a descriptor.
 const MAX_DEPTH: u32 = 128;
 
-fn changes_below(dir: &OwnedFd, below: &Path, depth: u32, limit: usize, found: &mut Vec<Change>) -> io::Result<()> {
+fn changes_below(
+    dir: &OwnedFd,
+    below: &Path,
+    depth: u32,
+    limit: usize,
+    found: &mut Vec<Change>,
+) -> io::Result<()> {
     for entry in std::fs::read_dir(format!("/proc/self/fd/{}", dir.as_raw_fd()))?.flatten() {
         if found.len() >= limit {
             return Ok(());
@@ -307,10 +411,18 @@ fn changes_below(dir: &OwnedFd, below: &Path, depth: u32, limit: usize, found: &
             (_, true) => "removed",
             _ => "written",
         };
-        found.push(Change { path: path.clone().into_os_string().into_encoded_bytes(), kind, size: meta.len() });
+        found.push(Change {
+            path: path.clone().into_os_string().into_encoded_bytes(),
+            kind,
+            size: meta.len(),
+        });
         if meta.is_dir() && depth > 0 {
             let name = CString::new(entry.file_name().into_encoded_bytes())?;
-            if let Ok(child) = sysapi::open_at(dir.as_raw_fd(), &name, libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW) {
+            if let Ok(child) = sysapi::open_at(
+                dir.as_raw_fd(),
+                &name,
+                libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW,
+            ) {
                 changes_below(&child, &path, depth - 1, limit, found)?;
             }
         }

@@ -139,7 +139,12 @@ fn leaf(verdict: Verdict, cookie: [u64; 2]) -> Vec<sock_filter> {
             errno(libc::EPERM),
         ],
         Verdict::Clone3 => {
-            let words = [cookie[0] as u32, (cookie[0] >> 32) as u32, cookie[1] as u32, (cookie[1] >> 32) as u32];
+            let words = [
+                cookie[0] as u32,
+                (cookie[0] >> 32) as u32,
+                cookie[1] as u32,
+                (cookie[1] >> 32) as u32,
+            ];
             let mut out = Vec::new();
             for (place, word) in words.iter().enumerate() {
                 let offset = argument(4 + place as u32 / 2) + 4 * (place as u32 % 2);
@@ -194,7 +199,12 @@ pub fn program(cookie: [u64; 2]) -> Vec<sock_filter> {
             runs.push((number, now));
         }
     }
-    let mut out = vec![op(LD, 0, 0, ARCH), op(JEQ, 1, 0, AUDIT_ARCH), errno(libc::ENOSYS), op(LD, 0, 0, NR)];
+    let mut out = vec![
+        op(LD, 0, 0, ARCH),
+        op(JEQ, 1, 0, AUDIT_ARCH),
+        errno(libc::ENOSYS),
+        op(LD, 0, 0, NR),
+    ];
     out.extend(search(&runs, cookie));
     out
 }
@@ -210,7 +220,11 @@ mod tests {
             ARCH => AUDIT_ARCH,
             _ => {
                 let value = arguments[(offset as usize - 16) / 8];
-                if (offset - 16) % 8 == 0 { value as u32 } else { (value >> 32) as u32 }
+                if (offset - 16) % 8 == 0 {
+                    value as u32
+                } else {
+                    (value >> 32) as u32
+                }
             }
         };
         let (mut at, mut accumulator) = (0, 0);
@@ -252,17 +266,38 @@ mod tests {
             };
             assert_eq!(run(&program, number, [0; 6]), expected, "call {number}");
         }
-        assert_eq!(run(&program, 0x4000_0000, [0; 6]), ENOSYS, "the x32 form of read");
+        assert_eq!(
+            run(&program, 0x4000_0000, [0; 6]),
+            ENOSYS,
+            "the x32 form of read"
+        );
     }
 
     #[test]
     fn clone3_needs_the_whole_cookie() {
         let program = program(COOKIE);
         let call = libc::SYS_clone3 as u32;
-        assert_eq!(run(&program, call, [1, 88, 0, 0, COOKIE[0], COOKIE[1]]), ALLOW);
+        assert_eq!(
+            run(&program, call, [1, 88, 0, 0, COOKIE[0], COOKIE[1]]),
+            ALLOW
+        );
         for bit in 0..64 {
-            assert_eq!(run(&program, call, [1, 88, 0, 0, COOKIE[0] ^ 1 << bit, COOKIE[1]]), ENOSYS);
-            assert_eq!(run(&program, call, [1, 88, 0, 0, COOKIE[0], COOKIE[1] ^ 1 << bit]), ENOSYS);
+            assert_eq!(
+                run(
+                    &program,
+                    call,
+                    [1, 88, 0, 0, COOKIE[0] ^ 1 << bit, COOKIE[1]]
+                ),
+                ENOSYS
+            );
+            assert_eq!(
+                run(
+                    &program,
+                    call,
+                    [1, 88, 0, 0, COOKIE[0], COOKIE[1] ^ 1 << bit]
+                ),
+                ENOSYS
+            );
         }
     }
 
@@ -271,16 +306,35 @@ mod tests {
         let program = program(COOKIE);
         let first = |value| [value, 0, 0, 0, 0, 0];
         assert_eq!(run(&program, libc::SYS_clone as u32, first(17)), ALLOW);
-        assert_eq!(run(&program, libc::SYS_clone as u32, first(0x1000_0011)), EPERM);
+        assert_eq!(
+            run(&program, libc::SYS_clone as u32, first(0x1000_0011)),
+            EPERM
+        );
         assert_eq!(run(&program, libc::SYS_socket as u32, first(40)), EPERM);
         assert_eq!(run(&program, libc::SYS_socket as u32, first(2)), ALLOW);
-        assert_eq!(run(&program, libc::SYS_personality as u32, first(0x4_0000)), ALLOW);
-        assert_eq!(run(&program, libc::SYS_personality as u32, first(0x80_0000)), EPERM);
+        assert_eq!(
+            run(&program, libc::SYS_personality as u32, first(0x4_0000)),
+            ALLOW
+        );
+        assert_eq!(
+            run(&program, libc::SYS_personality as u32, first(0x80_0000)),
+            EPERM
+        );
         for request in DENIED_IOCTLS {
             let high_bits_do_not_help = 0xdead_0000_0000 | u64::from(*request);
-            assert_eq!(run(&program, libc::SYS_ioctl as u32, [3, high_bits_do_not_help, 0, 0, 0, 0]), EPERM);
+            assert_eq!(
+                run(
+                    &program,
+                    libc::SYS_ioctl as u32,
+                    [3, high_bits_do_not_help, 0, 0, 0, 0]
+                ),
+                EPERM
+            );
         }
-        assert_eq!(run(&program, libc::SYS_ioctl as u32, [3, 0x5401, 0, 0, 0, 0]), ALLOW);
+        assert_eq!(
+            run(&program, libc::SYS_ioctl as u32, [3, 0x5401, 0, 0, 0, 0]),
+            ALLOW
+        );
     }
 
     #[test]

@@ -31,7 +31,11 @@ impl Peer {
         frame.extend((body.len() as u32).to_be_bytes());
         frame.extend(body);
         // A peer that is gone gets nothing; it asks again when it is back.
-        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).write_all(&frame);
+        let _ = self
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .write_all(&frame);
     }
 }
 
@@ -51,7 +55,9 @@ struct Server {
 pub fn run(options: &Options) -> io::Result<()> {
     raise_descriptor_limit()?;
     let null = File::options().read(true).write(true).open("/dev/null")?;
-    let creators = (0..CREATORS).map(|index| Creator::reserve(index, &null)).collect::<io::Result<Vec<_>>>()?;
+    let creators = (0..CREATORS)
+        .map(|index| Creator::reserve(index, &null))
+        .collect::<io::Result<Vec<_>>>()?;
     let node = Node::open(options)?;
     let listener = bind(options)?;
     node::leave_host_mounts(options)?;
@@ -110,11 +116,18 @@ pub fn run(options: &Options) -> io::Result<()> {
 }
 
 fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    std::thread::Builder::new().name(name.into()).spawn(work).map(drop)
+    std::thread::Builder::new()
+        .name(name.into())
+        .spawn(work)
+        .map(drop)
 }
 
 fn next<T>(inbox: &Mutex<mpsc::Receiver<T>>) -> Option<T> {
-    inbox.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
+    inbox
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .recv()
+        .ok()
 }
 
 fn fail(message: &str) -> ! {
@@ -126,9 +139,16 @@ fn raise_descriptor_limit() -> io::Result<()> {
     // SAFETY: rlimit is plain data.
     unsafe {
         let mut limit: libc::rlimit = std::mem::zeroed();
-        check(libc::c_long::from(libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit)))?;
+        check(libc::c_long::from(libc::getrlimit(
+            libc::RLIMIT_NOFILE,
+            &mut limit,
+        )))?;
         limit.rlim_cur = limit.rlim_max;
-        check(libc::c_long::from(libc::setrlimit(libc::RLIMIT_NOFILE, &limit))).map(drop)
+        check(libc::c_long::from(libc::setrlimit(
+            libc::RLIMIT_NOFILE,
+            &limit,
+        )))
+        .map(drop)
     }
 }
 
@@ -188,7 +208,10 @@ impl Server {
             return;
         };
         let peer = Peer(Arc::new(Mutex::new(writing)));
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner).push(peer.clone());
+        self.peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(peer.clone());
         let mut length = [0; 4];
         while stream.read_exact(&mut length).is_ok() {
             let length = u32::from_be_bytes(length);
@@ -199,19 +222,44 @@ impl Server {
             let (id, verb) = verbs::parse(&frame);
             match verb {
                 Ok(verb) => self.dispatch(&peer, id, verb),
-                Err(verbs::Bad(name)) => peer.send(&verbs::error(id, "invalid_argument", &format!("{name} is missing or not allowed"))),
+                Err(verbs::Bad(name)) => peer.send(&verbs::error(
+                    id,
+                    "invalid_argument",
+                    &format!("{name} is missing or not allowed"),
+                )),
             }
         }
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner).retain(|one| !Arc::ptr_eq(&one.0, &peer.0));
+        self.peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|one| !Arc::ptr_eq(&one.0, &peer.0));
     }
 
     fn dispatch(&self, peer: &Peer, id: u64, verb: Verb) {
         let peer = peer.clone();
         // The receiving threads live as long as the process.
         let _ = match verb {
-            Verb::Create(spec) => self.creates.lock().unwrap_or_else(PoisonError::into_inner).send((peer, id, spec)).is_ok(),
-            Verb::Kill { sandbox, keep_scratch } => self.ends.lock().unwrap_or_else(PoisonError::into_inner).send((peer, id, sandbox, keep_scratch)).is_ok(),
-            verb => self.others.lock().unwrap_or_else(PoisonError::into_inner).send((peer, id, verb)).is_ok(),
+            Verb::Create(spec) => self
+                .creates
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .send((peer, id, spec))
+                .is_ok(),
+            Verb::Kill {
+                sandbox,
+                keep_scratch,
+            } => self
+                .ends
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .send((peer, id, sandbox, keep_scratch))
+                .is_ok(),
+            verb => self
+                .others
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .send((peer, id, verb))
+                .is_ok(),
         };
     }
 
@@ -222,8 +270,16 @@ impl Server {
     fn create(&self, creator: &Creator, peer: &Peer, id: u64, spec: &Spec) {
         let slot = match self.registry.begin(&spec.id) {
             Ok(slot) => slot,
-            Err(Refusal::Exists) => return peer.send(&verbs::error(id, "conflict", &format!("{} exists", spec.id))),
-            Err(Refusal::NoSlot) => return peer.send(&verbs::error(id, "no_capacity", "every id range is in use")),
+            Err(Refusal::Exists) => {
+                return peer.send(&verbs::error(
+                    id,
+                    "conflict",
+                    &format!("{} exists", spec.id),
+                ))
+            }
+            Err(Refusal::NoSlot) => {
+                return peer.send(&verbs::error(id, "no_capacity", "every id range is in use"))
+            }
         };
         match create::create(&self.node, creator, spec, slot) {
             Ok(made) => {
@@ -258,18 +314,43 @@ impl Server {
     fn other(&self, id: u64, verb: Verb) -> Vec<u8> {
         let result = match verb {
             Verb::Hello => Ok(self.hello(id)),
-            Verb::LayerMount { meta, blob } => self.node.mount_layer(&meta, blob.as_deref()).map(|()| verbs::done(id)),
+            Verb::LayerMount { meta, blob } => self
+                .node
+                .mount_layer(&meta, blob.as_deref())
+                .map(|()| verbs::done(id)),
             Verb::LayerUnmount { meta } => self.node.unmount_layer(&meta).map(|()| verbs::done(id)),
-            Verb::Layers => self.node.layers.mounted().map(|digests| verbs::layers(id, &digests)),
-            Verb::Limits { sandbox, limits, disk } => self.limit(&sandbox, limits, disk).map(|()| verbs::done(id)),
+            Verb::Layers => self
+                .node
+                .layers
+                .mounted()
+                .map(|digests| verbs::layers(id, &digests)),
+            Verb::Limits {
+                sandbox,
+                limits,
+                disk,
+            } => self.limit(&sandbox, limits, disk).map(|()| verbs::done(id)),
             Verb::Usage { sandboxes } => {
-                let disk: Vec<(String, u64)> =
-                    sandboxes.into_iter().filter_map(|name| self.node.scratch.usage(&name).ok().map(|bytes| (name, bytes))).collect();
+                let disk: Vec<(String, u64)> = sandboxes
+                    .into_iter()
+                    .filter_map(|name| {
+                        self.node
+                            .scratch
+                            .usage(&name)
+                            .ok()
+                            .map(|bytes| (name, bytes))
+                    })
+                    .collect();
                 Ok(verbs::usage(id, &disk))
             }
             Verb::List => Ok(verbs::list_answer(id, &self.list())),
-            Verb::Diff { sandbox, limit } => self.node.scratch.diff(&sandbox, limit as usize).map(|changes| verbs::diff(id, &changes)),
-            Verb::Create(_) | Verb::Kill { .. } => Err(io::Error::other("this verb has threads of its own")),
+            Verb::Diff { sandbox, limit } => self
+                .node
+                .scratch
+                .diff(&sandbox, limit as usize)
+                .map(|changes| verbs::diff(id, &changes)),
+            Verb::Create(_) | Verb::Kill { .. } => {
+                Err(io::Error::other("this verb has threads of its own"))
+            }
         };
         result.unwrap_or_else(|error| verbs::error(id, code_of(&error), &error.to_string()))
     }
@@ -291,9 +372,17 @@ impl Server {
         )
     }
 
-    fn limit(&self, sandbox: &str, limits: crate::cgroup::Limits, disk: Option<u64>) -> io::Result<()> {
+    fn limit(
+        &self,
+        sandbox: &str,
+        limits: crate::cgroup::Limits,
+        disk: Option<u64>,
+    ) -> io::Result<()> {
         if self.registry.get(sandbox).is_none() {
-            return Err(io::Error::new(io::ErrorKind::NotFound, format!("no sandbox {sandbox}")));
+            return Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("no sandbox {sandbox}"),
+            ));
         }
         self.node.cgroups.set(sandbox, limits)?;
         disk.map_or(Ok(()), |bytes| self.node.scratch.limit(sandbox, bytes))
@@ -309,42 +398,73 @@ impl Server {
                 slot: entry.slot,
                 pid: entry.pid,
                 alive: entry.state == crate::registry::State::Live,
-                socket: entry.slot.map_or(String::new(), |slot| self.socket_path(slot)),
+                socket: entry
+                    .slot
+                    .map_or(String::new(), |slot| self.socket_path(slot)),
                 scratch: kept.contains(&id),
                 sandbox: id,
             })
             .collect();
-        let known: std::collections::HashSet<String> = listed.iter().map(|one| one.sandbox.clone()).collect();
+        let known: std::collections::HashSet<String> =
+            listed.iter().map(|one| one.sandbox.clone()).collect();
         let mut strays = kept;
         strays.extend(self.node.cgroups.list());
         strays.sort();
         strays.dedup();
         for id in strays.into_iter().filter(|id| !known.contains(id)) {
             let scratch = self.node.scratch.open_volume(&id).is_ok();
-            listed.push(Listed { sandbox: id, slot: None, pid: 0, alive: false, socket: String::new(), scratch });
+            listed.push(Listed {
+                sandbox: id,
+                slot: None,
+                pid: 0,
+                alive: false,
+                socket: String::new(),
+                scratch,
+            });
         }
         listed
     }
 
     fn watch(&self, id: &str, pidfd: Arc<OwnedFd>) -> io::Result<()> {
         let fd = pidfd.as_raw_fd();
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner).insert(fd as u64, (id.to_owned(), pidfd));
-        let mut event = libc::epoll_event { events: (libc::EPOLLIN | libc::EPOLLONESHOT) as u32, u64: fd as u64 };
+        self.watched
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(fd as u64, (id.to_owned(), pidfd));
+        let mut event = libc::epoll_event {
+            events: (libc::EPOLLIN | libc::EPOLLONESHOT) as u32,
+            u64: fd as u64,
+        };
         // SAFETY: event is one valid epoll_event.
-        check(libc::c_long::from(unsafe { libc::epoll_ctl(self.watch.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) })).map(drop)
+        check(libc::c_long::from(unsafe {
+            libc::epoll_ctl(self.watch.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event)
+        }))
+        .map(drop)
     }
 
     fn watch_deaths(&self) {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; 64];
         loop {
             // SAFETY: events has room for 64 entries.
-            let ready = unsafe { libc::epoll_wait(self.watch.as_raw_fd(), events.as_mut_ptr(), 64, -1) };
+            let ready =
+                unsafe { libc::epoll_wait(self.watch.as_raw_fd(), events.as_mut_ptr(), 64, -1) };
             for event in events.iter().take(usize::try_from(ready).unwrap_or(0)) {
                 let key = event.u64;
-                let gone = self.watched.lock().unwrap_or_else(PoisonError::into_inner).remove(&key);
+                let gone = self
+                    .watched
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .remove(&key);
                 if let Some((id, pidfd)) = gone {
                     // SAFETY: removes a descriptor that is still open.
-                    unsafe { libc::epoll_ctl(self.watch.as_raw_fd(), libc::EPOLL_CTL_DEL, pidfd.as_raw_fd(), std::ptr::null_mut()) };
+                    unsafe {
+                        libc::epoll_ctl(
+                            self.watch.as_raw_fd(),
+                            libc::EPOLL_CTL_DEL,
+                            pidfd.as_raw_fd(),
+                            std::ptr::null_mut(),
+                        )
+                    };
                     self.report_death(&id, &pidfd);
                 }
             }
@@ -354,7 +474,12 @@ impl Server {
     fn report_death(&self, id: &str, pidfd: &OwnedFd) {
         if self.registry.died(id) {
             let status = kill::wait_for_end(pidfd).unwrap_or(0);
-            for peer in self.peers.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+            for peer in self
+                .peers
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone()
+            {
                 peer.send(&verbs::exited(id, status));
             }
         }

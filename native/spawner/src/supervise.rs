@@ -116,6 +116,7 @@ impl Supervisor<'_> {
             }
         }
         if self.stage != Stage::Spawner && self.service.is_due(now) {
+            directories::share_run(&self.options.run_dir, self.gid)?;
             match service::start(self.options, self.gid, &self.lock) {
                 Ok(pid) => self.service.started(pid, now),
                 Err(reason) if self.stage == Stage::Service => return Err(reason),

@@ -15,12 +15,16 @@ const KILL_DEADLINE: Duration = Duration::from_secs(20);
 
 /// Ends every sandbox and removes what the instance made. The daemon must not run. Returns the exit code.
 pub fn run(options: &Options) -> Result<i32, String> {
-    remove_all(options).map(|()| 0).map_err(|error| format!("sweeping: {error}"))
+    remove_all(options)
+        .map(|()| 0)
+        .map_err(|error| format!("sweeping: {error}"))
 }
 
 fn remove_all(options: &Options) -> io::Result<()> {
     if crate::server::is_running(&options.run_dir) {
-        return Err(io::Error::other("the daemon of this instance runs: stop it first"));
+        return Err(io::Error::other(
+            "the daemon of this instance runs: stop it first",
+        ));
     }
     end_sandboxes(options)?;
     cgroup::remove_roots(&options.cgroup)?;
@@ -35,9 +39,16 @@ fn remove_all(options: &Options) -> io::Result<()> {
 }
 
 fn remove(path: &Path) -> io::Result<()> {
-    let result = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
+    let result = if path.is_dir() {
+        std::fs::remove_dir_all(path)
+    } else {
+        std::fs::remove_file(path)
+    };
     match result {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io::Error::new(error.kind(), format!("{}: {error}", path.display()))),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io::Error::new(
+            error.kind(),
+            format!("{}: {error}", path.display()),
+        )),
         _ => Ok(()),
     }
 }
@@ -57,7 +68,9 @@ fn end_sandboxes(options: &Options) -> io::Result<()> {
                 break;
             }
             if Instant::now() > deadline {
-                return Err(io::Error::other(format!("{name}: processes {pids:?} do not end")));
+                return Err(io::Error::other(format!(
+                    "{name}: processes {pids:?} do not end"
+                )));
             }
             for pid in pids {
                 if let Ok(pidfd) = sysapi::pidfd_open(pid) {
@@ -81,7 +94,10 @@ fn release_mounts(options: &Options) -> io::Result<()> {
     let deadline = Instant::now() + RELEASE_DEADLINE;
     while let Some(device) = loop_of(&image)? {
         if Instant::now() > deadline {
-            return Err(io::Error::other(format!("{device} still holds {}", image.display())));
+            return Err(io::Error::other(format!(
+                "{device} still holds {}",
+                image.display()
+            )));
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -92,7 +108,8 @@ fn release_mounts(options: &Options) -> io::Result<()> {
 fn loop_of(image: &Path) -> io::Result<Option<String>> {
     let image = image.to_string_lossy();
     for entry in std::fs::read_dir("/sys/block")?.flatten() {
-        let backing = std::fs::read_to_string(entry.path().join("loop/backing_file")).unwrap_or_default();
+        let backing =
+            std::fs::read_to_string(entry.path().join("loop/backing_file")).unwrap_or_default();
         if backing.trim() == image {
             return Ok(Some(entry.file_name().to_string_lossy().into_owned()));
         }

@@ -52,7 +52,11 @@ struct MountAttr {
 }
 
 /// `mount_setattr(2)` on a detached mount: sets `attributes`, and maps ids by `userns` where MOUNT_ATTR_IDMAP is among them.
-pub fn set_mount_attributes(mount: RawFd, attributes: u64, userns: Option<RawFd>) -> io::Result<()> {
+pub fn set_mount_attributes(
+    mount: RawFd,
+    attributes: u64,
+    userns: Option<RawFd>,
+) -> io::Result<()> {
     let attr = MountAttr {
         attr_set: attributes,
         attr_clr: 0,
@@ -96,13 +100,30 @@ impl FsContext {
     pub fn open(kind: &CStr) -> io::Result<Self> {
         const FSOPEN_CLOEXEC: c_uint = 1;
         // SAFETY: kind is NUL-terminated and outlives the call.
-        owned(unsafe { libc::syscall(libc::SYS_fsopen, kind.as_ptr(), FSOPEN_CLOEXEC) }).map(FsContext)
+        owned(unsafe { libc::syscall(libc::SYS_fsopen, kind.as_ptr(), FSOPEN_CLOEXEC) })
+            .map(FsContext)
     }
 
-    fn configure(&self, command: c_uint, key: Option<&CStr>, value: *const libc::c_char, aux: RawFd) -> io::Result<()> {
+    fn configure(
+        &self,
+        command: c_uint,
+        key: Option<&CStr>,
+        value: *const libc::c_char,
+        aux: RawFd,
+    ) -> io::Result<()> {
         let key = key.map_or(std::ptr::null(), CStr::as_ptr);
         // SAFETY: key and value are null or NUL-terminated and outlive the call.
-        check(unsafe { libc::syscall(libc::SYS_fsconfig, self.0.as_raw_fd(), command, key, value, aux) }).map(drop)
+        check(unsafe {
+            libc::syscall(
+                libc::SYS_fsconfig,
+                self.0.as_raw_fd(),
+                command,
+                key,
+                value,
+                aux,
+            )
+        })
+        .map(drop)
     }
 
     pub fn set(&self, key: &CStr, value: &CStr) -> io::Result<()> {
@@ -122,7 +143,14 @@ impl FsContext {
         const FSMOUNT_CLOEXEC: c_uint = 1;
         self.configure(FSCONFIG_CMD_CREATE, None, std::ptr::null(), 0)?;
         // SAFETY: plain integers.
-        owned(unsafe { libc::syscall(libc::SYS_fsmount, self.0.as_raw_fd(), FSMOUNT_CLOEXEC, attributes as c_uint) })
+        owned(unsafe {
+            libc::syscall(
+                libc::SYS_fsmount,
+                self.0.as_raw_fd(),
+                FSMOUNT_CLOEXEC,
+                attributes as c_uint,
+            )
+        })
     }
 
     /// What the kernel wrote into the context's log about the last failure.
@@ -131,7 +159,8 @@ impl FsContext {
         let mut text = String::new();
         loop {
             // SAFETY: buffer is writable for its length.
-            let read = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
+            let read =
+                unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
             let Ok(read) = usize::try_from(read) else {
                 return text;
             };
@@ -162,50 +191,85 @@ pub struct CloneArgs {
 
 pub fn open_at(dir: RawFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {
     // SAFETY: path is NUL-terminated and outlives the call.
-    owned(c_long::from(unsafe { libc::openat(dir, path.as_ptr(), flags | libc::O_CLOEXEC, 0o600) }))
+    owned(c_long::from(unsafe {
+        libc::openat(dir, path.as_ptr(), flags | libc::O_CLOEXEC, 0o600)
+    }))
 }
 
 pub fn make_dir_at(dir: RawFd, path: &CStr, mode: libc::mode_t) -> io::Result<()> {
     // SAFETY: path is NUL-terminated and outlives the call.
-    check(c_long::from(unsafe { libc::mkdirat(dir, path.as_ptr(), mode) })).map(drop)
+    check(c_long::from(unsafe {
+        libc::mkdirat(dir, path.as_ptr(), mode)
+    }))
+    .map(drop)
 }
 
 pub fn remove_dir_at(dir: RawFd, path: &CStr) -> io::Result<()> {
     // SAFETY: path is NUL-terminated and outlives the call.
-    check(c_long::from(unsafe { libc::unlinkat(dir, path.as_ptr(), libc::AT_REMOVEDIR) })).map(drop)
+    check(c_long::from(unsafe {
+        libc::unlinkat(dir, path.as_ptr(), libc::AT_REMOVEDIR)
+    }))
+    .map(drop)
 }
 
 pub fn unlink_at(dir: RawFd, path: &CStr) -> io::Result<()> {
     // SAFETY: path is NUL-terminated and outlives the call.
-    check(c_long::from(unsafe { libc::unlinkat(dir, path.as_ptr(), 0) })).map(drop)
+    check(c_long::from(unsafe {
+        libc::unlinkat(dir, path.as_ptr(), 0)
+    }))
+    .map(drop)
 }
 
 pub fn chown_at(dir: RawFd, path: &CStr, uid: u32, gid: u32) -> io::Result<()> {
     // SAFETY: path is NUL-terminated and outlives the call.
     check(c_long::from(unsafe {
-        libc::fchownat(dir, path.as_ptr(), uid, gid, libc::AT_SYMLINK_NOFOLLOW | libc::AT_EMPTY_PATH)
+        libc::fchownat(
+            dir,
+            path.as_ptr(),
+            uid,
+            gid,
+            libc::AT_SYMLINK_NOFOLLOW | libc::AT_EMPTY_PATH,
+        )
     }))
     .map(drop)
 }
 
 pub fn chmod_at(dir: RawFd, path: &CStr, mode: libc::mode_t) -> io::Result<()> {
     // SAFETY: path is NUL-terminated and outlives the call.
-    check(c_long::from(unsafe { libc::fchmodat(dir, path.as_ptr(), mode, 0) })).map(drop)
+    check(c_long::from(unsafe {
+        libc::fchmodat(dir, path.as_ptr(), mode, 0)
+    }))
+    .map(drop)
 }
 
 /// Classic `mount(2)`; absent arguments are null.
-pub fn mount(source: Option<&CStr>, target: &CStr, kind: Option<&CStr>, flags: c_ulong, data: Option<&CStr>) -> io::Result<()> {
+pub fn mount(
+    source: Option<&CStr>,
+    target: &CStr,
+    kind: Option<&CStr>,
+    flags: c_ulong,
+    data: Option<&CStr>,
+) -> io::Result<()> {
     let pointer = |text: Option<&CStr>| text.map_or(std::ptr::null(), CStr::as_ptr);
     // SAFETY: every string is null or NUL-terminated and outlives the call.
     check(c_long::from(unsafe {
-        libc::mount(pointer(source), target.as_ptr(), pointer(kind), flags, pointer(data).cast())
+        libc::mount(
+            pointer(source),
+            target.as_ptr(),
+            pointer(kind),
+            flags,
+            pointer(data).cast(),
+        )
     }))
     .map(drop)
 }
 
 pub fn unmount(target: &CStr, flags: c_int) -> io::Result<()> {
     // SAFETY: target is NUL-terminated and outlives the call.
-    check(c_long::from(unsafe { libc::umount2(target.as_ptr(), flags) })).map(drop)
+    check(c_long::from(unsafe {
+        libc::umount2(target.as_ptr(), flags)
+    }))
+    .map(drop)
 }
 
 pub fn unshare(flags: c_int) -> io::Result<()> {
@@ -226,17 +290,29 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
 pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
     // SAFETY: plain integers and a null siginfo.
     check(unsafe {
-        libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, std::ptr::null::<libc::siginfo_t>(), 0)
+        libc::syscall(
+            libc::SYS_pidfd_send_signal,
+            pidfd,
+            libc::SIGKILL,
+            std::ptr::null::<libc::siginfo_t>(),
+            0,
+        )
     })
     .map(drop)
 }
 
 /// Whether `fd` becomes readable (or hangs up) within `timeout_ms`.
 pub fn wait_readable(fd: RawFd, timeout_ms: c_int) -> io::Result<bool> {
-    let mut entry = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    let mut entry = libc::pollfd {
+        fd,
+        events: libc::POLLIN,
+        revents: 0,
+    };
     loop {
         // SAFETY: entry is one valid pollfd.
-        match check(c_long::from(unsafe { libc::poll(&mut entry, 1, timeout_ms) })) {
+        match check(c_long::from(unsafe {
+            libc::poll(&mut entry, 1, timeout_ms)
+        })) {
             Ok(ready) => return Ok(ready > 0),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
@@ -249,7 +325,12 @@ pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let mut pair = [0; 2];
     // SAFETY: pair has room for two descriptors.
     check(c_long::from(unsafe {
-        libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr())
+        libc::socketpair(
+            libc::AF_UNIX,
+            libc::SOCK_STREAM | libc::SOCK_CLOEXEC,
+            0,
+            pair.as_mut_ptr(),
+        )
     }))?;
     // SAFETY: the kernel just made both; nobody else owns them.
     Ok(unsafe { (OwnedFd::from_raw_fd(pair[0]), OwnedFd::from_raw_fd(pair[1])) })
@@ -258,7 +339,9 @@ pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
 pub fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
     let mut pair = [0; 2];
     // SAFETY: pair has room for two descriptors.
-    check(c_long::from(unsafe { libc::pipe2(pair.as_mut_ptr(), libc::O_CLOEXEC) }))?;
+    check(c_long::from(unsafe {
+        libc::pipe2(pair.as_mut_ptr(), libc::O_CLOEXEC)
+    }))?;
     // SAFETY: the kernel just made both; nobody else owns them.
     Ok(unsafe { (OwnedFd::from_raw_fd(pair[0]), OwnedFd::from_raw_fd(pair[1])) })
 }
@@ -270,7 +353,10 @@ pub const MAX_SENT_FDS: usize = 8;
 pub fn send_fds(socket: RawFd, fds: &[RawFd]) -> io::Result<()> {
     assert!(fds.len() <= MAX_SENT_FDS);
     let mut byte = [fds.len() as u8];
-    let mut iov = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: 1 };
+    let mut iov = libc::iovec {
+        iov_base: byte.as_mut_ptr().cast(),
+        iov_len: 1,
+    };
     let mut control = [0_u64; 8];
     let payload = std::mem::size_of_val(fds);
     // SAFETY: the message points at live buffers; the control buffer is aligned and has room for one header and eight descriptors.
@@ -285,7 +371,11 @@ pub fn send_fds(socket: RawFd, fds: &[RawFd]) -> io::Result<()> {
             (*header).cmsg_level = libc::SOL_SOCKET;
             (*header).cmsg_type = libc::SCM_RIGHTS;
             (*header).cmsg_len = libc::CMSG_LEN(payload as c_uint) as usize;
-            std::ptr::copy_nonoverlapping(fds.as_ptr().cast::<u8>(), libc::CMSG_DATA(header), payload);
+            std::ptr::copy_nonoverlapping(
+                fds.as_ptr().cast::<u8>(),
+                libc::CMSG_DATA(header),
+                payload,
+            );
         }
         check(libc::sendmsg(socket, &message, libc::MSG_NOSIGNAL) as c_long).map(drop)
     }
@@ -295,14 +385,18 @@ pub fn send_fds(socket: RawFd, fds: &[RawFd]) -> io::Result<()> {
 pub fn write_at(dir: RawFd, path: &CStr, value: &[u8]) -> io::Result<()> {
     let file = open_at(dir, path, libc::O_WRONLY)?;
     // SAFETY: value is readable for its length.
-    check(unsafe { libc::write(file.as_raw_fd(), value.as_ptr().cast(), value.len()) } as c_long).map(drop)
+    check(unsafe { libc::write(file.as_raw_fd(), value.as_ptr().cast(), value.len()) } as c_long)
+        .map(drop)
 }
 
 /// Reads a small file of a kernel filesystem, at most 64 KiB.
 pub fn read_at(dir: RawFd, path: &CStr) -> io::Result<String> {
     let file = open_at(dir, path, libc::O_RDONLY)?;
     let mut content = Vec::new();
-    io::Read::read_to_end(&mut io::Read::take(std::fs::File::from(file), 1 << 16), &mut content)?;
+    io::Read::read_to_end(
+        &mut io::Read::take(std::fs::File::from(file), 1 << 16),
+        &mut content,
+    )?;
     Ok(String::from_utf8_lossy(&content).into_owned())
 }
 
@@ -317,5 +411,10 @@ pub fn names_in(dir: RawFd) -> io::Result<Vec<String>> {
 pub fn start_time(pid: i32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // Field 22 of proc_pid_stat(5); the second, the command's name, may hold anything, so counting starts behind its parenthesis.
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+    stat.rsplit_once(')')?
+        .1
+        .split_ascii_whitespace()
+        .nth(19)?
+        .parse()
+        .ok()
 }

@@ -21,15 +21,32 @@ const MAX_HISTORY: u64 = 64 << 20;
 #[derive(Debug)]
 pub enum Verb {
     Hello,
-    LayerMount { meta: String, blob: Option<String> },
-    LayerUnmount { meta: String },
+    LayerMount {
+        meta: String,
+        blob: Option<String>,
+    },
+    LayerUnmount {
+        meta: String,
+    },
     Layers,
     Create(Box<Spec>),
-    Kill { sandbox: String, keep_scratch: bool },
-    Limits { sandbox: String, limits: Limits, disk: Option<u64> },
-    Usage { sandboxes: Vec<String> },
+    Kill {
+        sandbox: String,
+        keep_scratch: bool,
+    },
+    Limits {
+        sandbox: String,
+        limits: Limits,
+        disk: Option<u64>,
+    },
+    Usage {
+        sandboxes: Vec<String>,
+    },
     List,
-    Diff { sandbox: String, limit: u64 },
+    Diff {
+        sandbox: String,
+        limit: u64,
+    },
 }
 
 /// What is wrong with a request: the word names the argument.
@@ -74,7 +91,12 @@ fn flag(name: &'static str, value: &Value) -> Result<bool, Bad> {
     Ok(argument(name, value.optional(Value::boolean))?.unwrap_or(false))
 }
 
-fn list<T>(name: &'static str, value: &Value, most: usize, read: impl Fn(&Value) -> Result<T, Bad>) -> Result<Vec<T>, Bad> {
+fn list<T>(
+    name: &'static str,
+    value: &Value,
+    most: usize,
+    read: impl Fn(&Value) -> Result<T, Bad>,
+) -> Result<Vec<T>, Bad> {
     let items = argument(name, value.array())?;
     if items.len() > most {
         return Err(Bad(name));
@@ -88,7 +110,9 @@ fn spec(map: &Value) -> Result<Spec, Bad> {
     if hostname.is_empty() || hostname.len() > MAX_HOSTNAME || !hostname.bytes().all(name_like) {
         return Err(Bad("hostname"));
     }
-    let layers = list("layers", map.get("layers"), MAX_LAYERS, |value| digest("layers", value))?;
+    let layers = list("layers", map.get("layers"), MAX_LAYERS, |value| {
+        digest("layers", value)
+    })?;
     if layers.is_empty() {
         return Err(Bad("layers"));
     }
@@ -107,10 +131,22 @@ fn spec(map: &Value) -> Result<Spec, Bad> {
         id: sandbox(map.get("sandbox"))?,
         layers,
         hostname,
-        memory: at_least("memory", argument("memory", map.get("memory").unsigned())?, MIN_MEMORY)?,
+        memory: at_least(
+            "memory",
+            argument("memory", map.get("memory").unsigned())?,
+            MIN_MEMORY,
+        )?,
         cpu_millis: number_or("cpu_millis", map.get("cpu_millis"), 0)?.min(1_000_000),
-        pids: at_least("pids", argument("pids", map.get("pids").unsigned())?, MIN_PIDS)?,
-        disk: at_least("disk", argument("disk", map.get("disk").unsigned())?, MIN_DISK)?,
+        pids: at_least(
+            "pids",
+            argument("pids", map.get("pids").unsigned())?,
+            MIN_PIDS,
+        )?,
+        disk: at_least(
+            "disk",
+            argument("disk", map.get("disk").unsigned())?,
+            MIN_DISK,
+        )?,
         extra_ids,
         history: number_or("history", map.get("history"), 8 << 20)?.min(MAX_HISTORY),
     })
@@ -135,23 +171,39 @@ fn verb(map: &Value) -> Result<Verb, Bad> {
                 value => Some(digest("blob", value)?),
             },
         },
-        "layer_unmount" => Verb::LayerUnmount { meta: digest("meta", map.get("meta"))? },
+        "layer_unmount" => Verb::LayerUnmount {
+            meta: digest("meta", map.get("meta"))?,
+        },
         "layers" => Verb::Layers,
         "create" => Verb::Create(Box::new(spec(map)?)),
-        "kill" => Verb::Kill { sandbox: sandbox(map.get("sandbox"))?, keep_scratch: flag("keep_scratch", map.get("keep_scratch"))? },
+        "kill" => Verb::Kill {
+            sandbox: sandbox(map.get("sandbox"))?,
+            keep_scratch: flag("keep_scratch", map.get("keep_scratch"))?,
+        },
         "limits" => {
             let optional = |name: &'static str, least: u64| -> Result<Option<u64>, Bad> {
-                argument(name, map.get(name).optional(Value::unsigned))?.map(|value| at_least(name, value, least)).transpose()
+                argument(name, map.get(name).optional(Value::unsigned))?
+                    .map(|value| at_least(name, value, least))
+                    .transpose()
             };
             Verb::Limits {
                 sandbox: sandbox(map.get("sandbox"))?,
-                limits: Limits { memory: optional("memory", MIN_MEMORY)?, cpu_millis: optional("cpu_millis", 0)?, pids: optional("pids", MIN_PIDS)? },
+                limits: Limits {
+                    memory: optional("memory", MIN_MEMORY)?,
+                    cpu_millis: optional("cpu_millis", 0)?,
+                    pids: optional("pids", MIN_PIDS)?,
+                },
                 disk: optional("disk", MIN_DISK)?,
             }
         }
-        "usage" => Verb::Usage { sandboxes: list("sandboxes", map.get("sandboxes"), MAX_NAMES, sandbox)? },
+        "usage" => Verb::Usage {
+            sandboxes: list("sandboxes", map.get("sandboxes"), MAX_NAMES, sandbox)?,
+        },
         "list" => Verb::List,
-        "diff" => Verb::Diff { sandbox: sandbox(map.get("sandbox"))?, limit: number_or("limit", map.get("limit"), 10_000)?.min(MAX_DIFF) },
+        "diff" => Verb::Diff {
+            sandbox: sandbox(map.get("sandbox"))?,
+            limit: number_or("limit", map.get("limit"), 10_000)?.min(MAX_DIFF),
+        },
         _ => return Err(Bad("verb")),
     })
 }
@@ -166,11 +218,24 @@ pub fn done(id: u64) -> Vec<u8> {
 }
 
 pub fn error(id: u64, code: &str, message: &str) -> Vec<u8> {
-    answer(id, 1).text("error").map(2).text("code").text(code).text("message").text(message).finish()
+    answer(id, 1)
+        .text("error")
+        .map(2)
+        .text("code")
+        .text(code)
+        .text("message")
+        .text(message)
+        .finish()
 }
 
 pub fn created(id: u64, slot: u32, socket: &str, made: &Created) -> Vec<u8> {
-    let mut out = answer(id, 4).text("pid").unsigned(made.pid as u64).text("slot").unsigned(u64::from(slot)).text("socket").text(socket);
+    let mut out = answer(id, 4)
+        .text("pid")
+        .unsigned(made.pid as u64)
+        .text("slot")
+        .unsigned(u64::from(slot))
+        .text("socket")
+        .text(socket);
     out = out.text("timings").map(made.timings.len());
     for (step, micros) in &made.timings {
         out = out.text(step).unsigned(*micros);
@@ -226,11 +291,22 @@ pub fn hello(id: u64, facts: &Facts) -> Vec<u8> {
 }
 
 pub fn layers(id: u64, digests: &[String]) -> Vec<u8> {
-    digests.iter().fold(answer(id, 1).text("layers").array(digests.len()), |out, digest| out.text(digest)).finish()
+    digests
+        .iter()
+        .fold(
+            answer(id, 1).text("layers").array(digests.len()),
+            |out, digest| out.text(digest),
+        )
+        .finish()
 }
 
 pub fn usage(id: u64, disk: &[(String, u64)]) -> Vec<u8> {
-    disk.iter().fold(answer(id, 1).text("disk").map(disk.len()), |out, (name, bytes)| out.text(name).unsigned(*bytes)).finish()
+    disk.iter()
+        .fold(
+            answer(id, 1).text("disk").map(disk.len()),
+            |out, (name, bytes)| out.text(name).unsigned(*bytes),
+        )
+        .finish()
 }
 
 /// One sandbox as the kernel holds it.
@@ -246,9 +322,22 @@ pub struct Listed {
 pub fn list_answer(id: u64, sandboxes: &[Listed]) -> Vec<u8> {
     let mut out = answer(id, 1).text("sandboxes").array(sandboxes.len());
     for one in sandboxes {
-        out = out.map(6).text("sandbox").text(&one.sandbox).text("slot").optional(one.slot, |out, slot| out.unsigned(u64::from(slot)));
-        out = out.text("pid").unsigned(one.pid as u64).text("alive").boolean(one.alive);
-        out = out.text("socket").text(&one.socket).text("scratch").boolean(one.scratch);
+        out = out
+            .map(6)
+            .text("sandbox")
+            .text(&one.sandbox)
+            .text("slot")
+            .optional(one.slot, |out, slot| out.unsigned(u64::from(slot)));
+        out = out
+            .text("pid")
+            .unsigned(one.pid as u64)
+            .text("alive")
+            .boolean(one.alive);
+        out = out
+            .text("socket")
+            .text(&one.socket)
+            .text("scratch")
+            .boolean(one.scratch);
     }
     out.finish()
 }
@@ -256,13 +345,28 @@ pub fn list_answer(id: u64, sandboxes: &[Listed]) -> Vec<u8> {
 pub fn diff(id: u64, changes: &[Change]) -> Vec<u8> {
     let mut out = answer(id, 1).text("entries").array(changes.len());
     for change in changes {
-        out = out.map(3).text("path").bytes(&change.path).text("kind").text(change.kind).text("size").unsigned(change.size);
+        out = out
+            .map(3)
+            .text("path")
+            .bytes(&change.path)
+            .text("kind")
+            .text(change.kind)
+            .text("size")
+            .unsigned(change.size);
     }
     out.finish()
 }
 
 pub fn exited(sandbox: &str, status: i32) -> Vec<u8> {
-    Writer::new().map(3).text("event").text("exited").text("sandbox").text(sandbox).text("status").signed(i64::from(status)).finish()
+    Writer::new()
+        .map(3)
+        .text("event")
+        .text("exited")
+        .text("sandbox")
+        .text(sandbox)
+        .text("status")
+        .signed(i64::from(status))
+        .finish()
 }
 
 #[cfg(test)]
@@ -271,7 +375,17 @@ mod tests {
 
     /// A create request in which the field named writes itself differently.
     fn create(changed: &str, write: impl Fn(Writer) -> Writer) -> Result<Verb, Bad> {
-        let fields = ["id", "verb", "sandbox", "layers", "hostname", "memory", "cpu_millis", "pids", "disk"];
+        let fields = [
+            "id",
+            "verb",
+            "sandbox",
+            "layers",
+            "hostname",
+            "memory",
+            "cpu_millis",
+            "pids",
+            "disk",
+        ];
         let mut out = Writer::new().map(fields.len());
         for field in fields {
             out = out.text(field);
@@ -296,7 +410,10 @@ mod tests {
     fn hostile_arguments_are_named_and_refused() {
         let text = |field: &'static str, value: &'static str| create(field, |out| out.text(value));
         assert_eq!(text("sandbox", "sb-../../etc").unwrap_err(), Bad("sandbox"));
-        assert_eq!(text("sandbox", "sb-e1-aaaa/bbb").unwrap_err(), Bad("sandbox"));
+        assert_eq!(
+            text("sandbox", "sb-e1-aaaa/bbb").unwrap_err(),
+            Bad("sandbox")
+        );
         assert_eq!(text("hostname", "a b").unwrap_err(), Bad("hostname"));
         assert_eq!(text("layers", "x").unwrap_err(), Bad("layers"));
         let number = |field: &'static str, value: u64| create(field, |out| out.unsigned(value));

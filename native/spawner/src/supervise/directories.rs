@@ -55,6 +55,12 @@ pub fn take_run(run: &Path, service: (u32, u32)) -> Result<File, String> {
     Ok(lock)
 }
 
+/// Lets the service make files in `<run>`; the daemon, which also runs without a service, makes it root's alone when it starts.
+pub fn share_run(run: &Path, gid: u32) -> Result<(), String> {
+    let failed = |error: io::Error| format!("{}: {error}", run.display());
+    claim(&open_directory(run)?, RUN_MODE, (0, gid)).map_err(failed)
+}
+
 /// Makes `<state>`, `<state>/scratch` (root's) and `<state>/images` (the service's).
 pub fn prepare_state(state: &Path, service: (u32, u32)) -> Result<(), String> {
     prepare(state, STATE_MODE, service.1, &STATE_NAMES)?;

@@ -1,0 +1,3 @@
+pub fn run(_o: &crate::options::Options) -> Result<i32, String> {
+    Ok(0)
+}
