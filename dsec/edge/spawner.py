@@ -129,7 +129,7 @@ class _Listing(msgspec.Struct):
 
 class _DiffEntry(msgspec.Struct):
     path: bytes
-    kind: Literal["added", "changed", "removed", "directory"]
+    kind: Literal["written", "removed", "directory"]
     size: int = 0
 
 

@@ -154,10 +154,10 @@ async def test_each_verb_travels_as_the_contract_says(
 
 
 async def test_a_diff_keeps_names_that_are_not_utf8(fake: FakeSpawner, spawner: Spawner) -> None:
-    entries = [{"path": b"/tmp/\xff", "kind": "added", "size": 3}]
+    entries = [{"path": b"/tmp/\xff", "kind": "written", "size": 3}]
     found, _ = await answered(spawner.diff("sb-1", 10), fake, {"entries": entries})
     assert isinstance(found, list)
-    assert [(entry.path_bytes, entry.kind, entry.size) for entry in found] == [(b"/tmp/\xff", "added", 3)]
+    assert [(entry.path_bytes, entry.kind, entry.size) for entry in found] == [(b"/tmp/\xff", "written", 3)]
 
 
 async def test_replies_find_their_calls_in_any_order(fake: FakeSpawner, spawner: Spawner) -> None:

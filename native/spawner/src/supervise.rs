@@ -235,6 +235,7 @@ fn start_spawner(options: &Options) -> Result<libc::pid_t, String> {
     // SAFETY: between fork and exec the closure makes system calls only.
     unsafe {
         command.pre_exec(move || {
+            service::reset_signals()?;
             service::own_group()?;
             service::end_with(supervisor)
         });

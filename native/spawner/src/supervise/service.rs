@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, CString, OsStr, OsString};
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
@@ -159,6 +160,7 @@ fn is_passed(name: &str) -> bool {
 // --- in the new process
 
 fn descend(descent: &Descent) -> io::Result<()> {
+    step(c"reset its signals", c"", reset_signals())?;
     step(c"make a process group", c"", own_group())?;
     step(c"make a mount namespace", c"", own_mounts())?;
     step(
@@ -218,16 +220,27 @@ fn succeed(value: libc::c_int) -> io::Result<()> {
     Ok(())
 }
 
-/// Signals meant for the supervisor's terminal must not reach the service past it; and its children can be killed with it.
-pub fn own_group() -> io::Result<()> {
-    // SAFETY: plain integers; the handler is a constant of the kernel's.
+/// Undoes what the supervisor (or a shell that started it in the background) did to its own signals.
+pub fn reset_signals() -> io::Result<()> {
+    let mut none = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: sigemptyset initializes the set before it is read; the handler is a constant of the kernel's.
     unsafe {
         for number in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-            // A shell that started us in the background has set SIGINT to be ignored.
             libc::signal(number, libc::SIG_DFL);
         }
-        succeed(libc::setpgid(0, 0))
+        libc::sigemptyset(none.as_mut_ptr());
+        succeed(libc::sigprocmask(
+            libc::SIG_SETMASK,
+            none.as_ptr(),
+            std::ptr::null_mut(),
+        ))
     }
+}
+
+/// Signals of the supervisor's terminal must not reach its children past it; and theirs can be killed with them.
+pub fn own_group() -> io::Result<()> {
+    // SAFETY: plain integers.
+    succeed(unsafe { libc::setpgid(0, 0) })
 }
 
 fn own_mounts() -> io::Result<()> {
