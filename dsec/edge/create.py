@@ -1,0 +1,165 @@
+"""``POST /v1/sandboxes``: one or 32,000, each answered as it becomes ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from dsec.edge.call import NDJSON, Body, Call
+from dsec.edge.failures import incident
+from dsec.edge.sandboxes import Sandboxes
+from dsec.edge.validation import check_run_args, check_seconds
+from libdsec.errors import DSecError, InvalidArgument
+from libdsec.schema import MAX_BATCH, CreateItem, CreateRequest, RunArgs
+
+_body = Body(CreateRequest, large=("items", "args"))
+_to_json = msgspec.json.Encoder().encode
+
+
+class Creation:
+    """The create route."""
+
+    def __init__(self, sandboxes: Sandboxes, count: Callable[[str], None]) -> None:
+        """``count`` is told the outcome of each item: ``ok`` or the error's code."""
+        self._sandboxes = sandboxes
+        self._count = count
+
+    async def create(self, call: Call) -> None:
+        """POST /v1/sandboxes"""
+        request = await _body.read(call)
+        items = plan(request, call.header(b"idempotency-key"))
+        timeout_s = request.timeout_s
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        batch = _Batch(self._sandboxes, call, items, deadline, self._count)
+        self._sandboxes.slots.enqueue(len(items))
+        try:
+            await batch.run()
+        finally:
+            self._sandboxes.slots.dequeue(len(items))
+
+
+def plan(request: CreateRequest, header_key: bytes | None) -> list[RunArgs]:
+    """The items of a request, each with its own idempotency key. Raises InvalidArgument.
+
+    With ``count`` above 1, key K becomes K/0, K/1, … The same holds for the keys of ``items`` if two are alike; keys that differ stay as
+    they are, so that a caller may repeat only what is missing.
+    """
+    if (request.args is None) == (request.items is None):
+        raise InvalidArgument("exactly one of args and items is needed", field="args")
+    if request.items is not None:
+        if request.count != 1:
+            raise InvalidArgument("count goes with args, not with items", field="count")
+        items, named = request.items, "items"
+    else:
+        assert request.args is not None
+        if not 1 <= request.count <= MAX_BATCH:
+            raise InvalidArgument(f"count must be between 1 and {MAX_BATCH}", field="count")
+        items, named = [request.args] * request.count, "args"
+    if not 1 <= len(items) <= MAX_BATCH:
+        raise InvalidArgument(f"a request has 1 to {MAX_BATCH} items", field=named)
+    for index, args in enumerate(items if named == "items" else items[:1]):
+        try:
+            check_run_args(args)
+        except DSecError as error:
+            error.field = f"items[{index}].{error.field}" if named == "items" else f"args.{error.field}"
+            raise
+    if header_key is not None:
+        key = header_key.decode("utf-8", "replace")
+        items = [args if args.idempotency_key is not None else msgspec.structs.replace(args, idempotency_key=key) for args in items]
+    keys = [args.idempotency_key for args in items if args.idempotency_key is not None]
+    if len(set(keys)) == len(keys):
+        return items
+    return [
+        args if args.idempotency_key is None else msgspec.structs.replace(args, idempotency_key=f"{args.idempotency_key}/{index}")
+        for index, args in enumerate(items)
+    ]
+
+
+class _Batch:
+    """One create request: at most as many creations at once as the edge has start slots, and the lines that tell of them."""
+
+    def __init__(
+        self, sandboxes: Sandboxes, call: Call, items: list[RunArgs], deadline: float | None, count: Callable[[str], None]
+    ) -> None:
+        self._sandboxes = sandboxes
+        self._call = call
+        self._items = items
+        self._deadline = deadline
+        self._count = count
+        self._untold: list[CreateItem] = []
+        self._news = asyncio.Event()
+        self._gone = False
+        self._left = len(items)
+
+    async def run(self) -> None:
+        """Creates and tells. When the client goes away, what has begun is finished, nothing more is begun, and what it was never told of
+        and can't ask for by a key is stopped."""
+        await self._call.begin(NDJSON)
+        queue = enumerate(self._items)
+        loop = asyncio.get_running_loop()
+        watching = loop.create_task(self._watch_client())
+        workers = [loop.create_task(self._work(queue)) for _ in range(min(len(self._items), self._sandboxes.slots.slots))]
+        try:
+            while self._left and not self._gone:
+                await self._news.wait()
+                self._news.clear()
+                await self._tell()
+        except asyncio.CancelledError:
+            for worker in workers:
+                worker.cancel()
+            raise
+        finally:
+            watching.cancel()
+            self._gone = self._gone or self._left > 0
+            await asyncio.gather(*workers, return_exceptions=True)
+            if self._gone:
+                await self._stop_untold()
+        if not self._gone:
+            await self._call.end()
+
+    async def _work(self, queue: Iterator[tuple[int, RunArgs]]) -> None:
+        for index, args in queue:
+            if self._gone:
+                return
+            item = CreateItem(index=index)
+            try:
+                item.sandbox = await self._sandboxes.create(self._call.project, args, self._deadline)
+                self._count("ok")
+            except DSecError as error:
+                item.error = error.body()
+                self._count(error.code)
+            except Exception as error:
+                item.error = incident(error, "create").body()
+                self._count("internal")
+            self._untold.append(item)
+            self._left -= 1
+            self._news.set()
+
+    async def _tell(self) -> None:
+        lines, self._untold = self._untold, []
+        if lines:
+            await self._call.send(b"".join([_to_json(item) + b"\n" for item in lines]))
+            if self._gone:
+                # It went away while this was sent: whether it was read is unknown, so it counts as untold.
+                self._untold = lines + self._untold
+
+    async def _watch_client(self) -> None:
+        await self._call.gone()
+        self._gone = True
+        self._news.set()
+
+    async def _stop_untold(self) -> None:
+        orphans = []
+        for item in self._untold:
+            if item.sandbox is None or self._items[item.index].idempotency_key is not None:
+                continue
+            sandbox = self._sandboxes.live(item.sandbox.id)
+            if sandbox is not None:
+                orphans.append(self._sandboxes.stop(sandbox, "its caller went away before being told of it"))
+        for outcome in await asyncio.gather(*orphans, return_exceptions=True):
+            if isinstance(outcome, Exception) and not isinstance(outcome, DSecError):
+                incident(outcome, "stop of an untold sandbox")

@@ -1,0 +1,90 @@
+"""One edge put together: the sandboxes, their routes, their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from dsec.edge import node
+from dsec.edge.cgroups import Cgroups
+from dsec.edge.config import EdgeConfig
+from dsec.edge.create import Creation
+from dsec.edge.deadlines import Clock
+from dsec.edge.exec import Commands
+from dsec.edge.files import Files
+from dsec.edge.info import Information
+from dsec.edge.metrics import EdgeMetrics
+from dsec.edge.ports import Ports, PortSigner
+from dsec.edge.routes import EdgeApp, PortsApp, routes
+from dsec.edge.sandboxes import ConnectChannel, ConnectSpawner, Resolver, Sandboxes, connect_channel
+from dsec.edge.spawner import Spawner
+from libdsec.schema import NodeInfo
+
+
+class Edge:
+    """The edge of this node. ``app`` serves everything below ``/v1/sandboxes``, ``ports_app`` the ports' own origin."""
+
+    def __init__(
+        self,
+        config: EdgeConfig,
+        images: Resolver,
+        *,
+        connect_spawner: ConnectSpawner | None = None,
+        connect_channel: ConnectChannel = connect_channel,
+        clock: Clock | None = None,
+        cgroups: Cgroups | None = None,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        """``images`` resolves names to layers. The other arguments are for tests."""
+        self.config = config
+        self.sandboxes = Sandboxes(
+            config,
+            images,
+            connect_spawner=connect_spawner or self._connect_spawner,
+            connect_channel=connect_channel,
+            clock=clock,
+            cgroups=cgroups,
+        )
+        self.metrics = EdgeMetrics(registry, self.node_info)
+        self.sandboxes.create_seconds = self.metrics.observe_create
+        ports = Ports(self.sandboxes, PortSigner.from_file(config.state_dir / "ports.key"))
+        table = routes(
+            Information(self.sandboxes),
+            Creation(self.sandboxes, self.metrics.count_creation),
+            Commands(self.sandboxes, self.metrics.observe_exec),
+            Files(self.sandboxes),
+            ports,
+        )
+        self.app = EdgeApp(self.sandboxes, table)
+        self.ports_app = PortsApp(self.sandboxes, ports)
+
+    async def open(self) -> None:
+        """Brings journal, memory and kernel into agreement; then requests may come. Raises JournalError, SpawnerError."""
+        await self.sandboxes.open()
+
+    async def close(self) -> None:
+        """Ends the edge. Sandboxes live on, and are adopted by the next one."""
+        await self.sandboxes.close()
+
+    def node_info(self) -> NodeInfo:
+        """This node, now."""
+        facts = self.sandboxes.facts
+        return NodeInfo(
+            edge=self.config.edge_id,
+            kernel=facts.kernel,
+            cores=facts.cores,
+            memory=facts.memory,
+            memory_available=node.memory_available(),
+            scratch=facts.scratch,
+            scratch_used=facts.scratch_used,
+            sandboxes=self.sandboxes.counts(),
+            features=facts.features,
+        )
+
+    def in_use(self) -> set[str]:
+        """Metadata digests of the layers that live sandboxes hold, as the image store writes them."""
+        return self.sandboxes.layers.in_use()
+
+    async def _connect_spawner(self, on_exited: Callable[[str, int], None], on_reconnected: Callable[[], None]) -> Spawner:
+        return await Spawner.connect(str(self.config.spawner_socket), on_exited=on_exited, on_reconnected=on_reconnected)

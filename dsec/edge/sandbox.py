@@ -1,0 +1,154 @@
+"""One live sandbox as the edge holds it in memory. Kept small: there may be thousands."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import TYPE_CHECKING
+
+from dsec.edge.commands import COMMANDS_MAX, CommandEntry
+from dsec.edge.events import EventLog
+from dsec.edge.record import Record
+from dsec.edge.states import Step, Writer, check_transition
+from libdsec.errors import DSecError, SandboxFailed, SandboxGone
+from libdsec.schema import SandboxEvent, State
+
+if TYPE_CHECKING:
+    from dsec.edge.channel import Channel
+
+
+class Sandbox:
+    """A sandbox of which kernel objects exist or are about to: its record, its channel, and who uses it."""
+
+    __slots__ = (
+        "busy",
+        "channel",
+        "commands",
+        "dead",
+        "env",
+        "events",
+        "forget",
+        "last_used",
+        "oom_seen",
+        "oom_seen_at",
+        "oom_unclaimed",
+        "record",
+        "settling",
+        "starters",
+        "starting",
+        "stopping",
+        "total_at",
+    )
+
+    def __init__(self, record: Record, now: float) -> None:
+        """``now``: monotonic seconds."""
+        self.record = record
+        self.channel: Channel | None = None
+        self.env = encode_env(tuple(record.env.items()))
+        self.busy = 0
+        """Requests and streams that count as use."""
+        self.last_used = now
+        self.total_at: float | None = None
+        """When the absolute lifetime ends, monotonic seconds."""
+        self.events = EventLog()
+        self.commands: dict[str, CommandEntry] | None = None
+        self.starting: asyncio.Task[DSecError | None] | None = None
+        """The creation; its value is why it failed."""
+        self.starters = 0
+        """Requests that wait for the creation."""
+        self.settling: asyncio.Task[None] | None = None
+        """Finding out what a broken channel means, or cleaning up after a failure."""
+        self.stopping: asyncio.Task[None] | None = None
+        self.forget = False
+        """Its end leaves no record: nobody was told of it, and its idempotency key is free again."""
+        self.dead: asyncio.Future[int] | None = None
+        """The agent's wait status, for whoever settles a broken channel."""
+        self.oom_seen = 0
+        self.oom_seen_at = 0.0
+        self.oom_unclaimed = 0
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def state(self) -> State:
+        return self.record.state
+
+    def become(self, new: State, writer: Writer, at: float, reason: str | None = None) -> None:
+        """Writes a state (in memory: the caller writes the journal). Raises IllegalTransition."""
+        record = self.record
+        check_transition(record.id, record.state, new, writer, self.events.steps)
+        step = Step(at, record.state, new, writer)
+        record.state = new
+        if reason is not None and record.reason is None:
+            record.reason = reason
+        self.events.add_step(step, reason)
+
+    def begin_use(self, now: float) -> None:
+        """Something that counts as use begins, at ``now`` (monotonic seconds)."""
+        self.busy += 1
+        self.last_used = now
+
+    def end_use(self, now: float) -> None:
+        """It has ended."""
+        self.busy -= 1
+        self.last_used = now
+
+    def touch(self, now: float) -> None:
+        """The sandbox was used until now."""
+        self.last_used = now
+
+    def idle_since(self) -> float | None:
+        """Since when nothing uses it (monotonic seconds); None while something does."""
+        if self.busy or (self.channel is not None and self.channel.running):
+            return None
+        return self.last_used
+
+    def note(self, at: float, kind: str, message: str, exec_id: str | None = None) -> None:
+        """Adds an event."""
+        self.events.add(SandboxEvent(at=at, type=kind, message=message, exec_id=exec_id))
+
+    def command_started(self, entry: CommandEntry) -> None:
+        """Remembers a command; the oldest one goes when there are too many."""
+        if self.commands is None:
+            self.commands = {}
+        self.commands[entry.exec_id] = entry
+        if len(self.commands) > COMMANDS_MAX:
+            del self.commands[next(iter(self.commands))]
+
+    def claim_oom_kill(self, counter: int, started_at: float, now: float) -> bool:
+        """Whether a command that ran from ``started_at`` to ``now`` and ended by SIGKILL was killed for memory.
+
+        ``counter`` is the sandbox's count of such kills. Each is claimed once; one that was seen before the command began is not its own.
+        """
+        if counter > self.oom_seen:
+            self.oom_unclaimed += counter - self.oom_seen
+            self.oom_seen = counter
+            self.oom_seen_at = now
+        if not self.oom_unclaimed or self.oom_seen_at < started_at:
+            return False
+        self.oom_unclaimed -= 1
+        return True
+
+
+@functools.lru_cache(maxsize=1024)
+def encode_env(variables: tuple[tuple[str, str], ...]) -> dict[bytes, bytes]:
+    """The variables as chronus takes them. Sandboxes with the same ones share the dict: don't change it."""
+    return {os_encode(name): os_encode(value) for name, value in variables}
+
+
+def os_encode(text: str) -> bytes:
+    """Text of a request as the bytes it stands for: UTF-8, and surrogate escapes for what isn't."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def refusal(record: Record) -> DSecError:
+    """The error for a call that a sandbox in this state doesn't take because it has ended, or is ending."""
+    if record.state in ("failed", "lost"):
+        reason = record.reason or record.state
+        return SandboxFailed(
+            f"sandbox {record.id} has {'failed' if record.state == 'failed' else 'been lost'}: {reason}", reason=reason, at=record.ended_at
+        )
+    reason = record.reason or "stopped"
+    return SandboxGone(f"sandbox {record.id} is {record.state}: {reason}", reason=reason, at=record.ended_at)
