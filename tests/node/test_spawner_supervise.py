@@ -122,7 +122,7 @@ class Supervised:
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes().decode().split("\0") if entry.name.isdigit() else []
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0") if entry.name.isdigit() else []
                 if str(self.run) in words and (not word or word in words):
                     found.append(int(entry.name))
         return sorted(found)
@@ -150,9 +150,13 @@ def instance() -> Iterator[Supervised]:
         supervised = Supervised(Path(home))
         yield supervised
         for pid in supervised.pids():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if supervised.process is not None:
+            supervised.process.wait()
+        eventually(lambda: not supervised.pids(), "the end of all processes")
         options: list[str | Path] = ["--run-dir", supervised.run, "--state-dir", supervised.state, "--cgroup", supervised.cgroup]
-        subprocess.run([BIN / "dsec-spawner", "sweep", *options], check=False)
+        subprocess.run([BIN / "dsec-spawner", "sweep", *options], check=True)
         assert supervised.traces() == []
 
 
