@@ -169,6 +169,7 @@ class _Receiver:
     __slots__ = ()
     counts = True
     """It stands for a command that runs."""
+    exec_id = ""
 
     def receive(self, kind: int, arg: int, payload: memoryview) -> bool:
         """Takes a frame; True: it was the stream's last."""
@@ -508,7 +509,8 @@ class Channel(asyncio.BufferedProtocol):
     def running(self) -> int:
         """Commands that have not ended, as far as is known here: those that this connection started or follows, and those that HELLO or the
         last ``list`` counted besides (they are not seen to end)."""
-        return self._unseen + sum(receiver.counts for receiver in self._streams.values())
+        counted = [receiver for receiver in self._streams.values() if receiver.counts]
+        return self._unseen + len({receiver.exec_id or id(receiver) for receiver in counted})
 
     async def run(self, start: Start) -> Exit:
         """Runs a captured command to its end. Cancelling lets go of it: a command goes on, a builtin is killed.
@@ -579,7 +581,7 @@ class Channel(asyncio.BufferedProtocol):
         except asyncio.CancelledError:
             self._streams.pop(stream, None)
             raise
-        followed = {receiver.exec_id for receiver in self._streams.values() if isinstance(receiver, _Captured | _Watch | Stream)}
+        followed = {receiver.exec_id for receiver in self._streams.values()}
         self._unseen = sum(entry.running and entry.exec_id not in followed for entry in entries)
         return entries
 
@@ -629,12 +631,12 @@ class Channel(asyncio.BufferedProtocol):
         return stream
 
     def release(self, stream: int, exec_id: str) -> None:
-        """Detaches a stream that may not have ended. A command that can be found again is watched to its end, so that ``running`` is right."""
+        """Detaches a stream that may not have ended. A command that can be found again is watched to its end, for ``running``."""
         receiver = self._streams.pop(stream, None)
         if receiver is None or self._lost is not None:
             return
         frames = _frame(stream, _DETACH)
-        if exec_id and receiver.counts:
+        if exec_id and receiver.counts and all(other.exec_id != exec_id for other in self._streams.values()):
             watch = self._open(_Watch(exec_id))
             frames += _frame(watch, _ATTACH, 0, _encode(_Attach(exec_id=exec_id)))
         self.send(frames)

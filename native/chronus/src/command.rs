@@ -231,7 +231,7 @@ impl Command {
 
     /// Lets the poller watch what is wanted now: outputs that take more, an input that waits for room.
     pub fn watch(&mut self, poller: &Poller) {
-        for which in 0..2 {
+        for (which, end) in OUTPUT_ENDS.into_iter().enumerate() {
             let Some(pipe) = &self.pipes[which] else {
                 continue;
             };
@@ -242,11 +242,7 @@ impl Command {
                     // Not just without interest: a hang-up is reported all the same, for ever.
                     poller.remove(pipe.as_raw_fd());
                 } else if poller
-                    .add(
-                        pipe.as_raw_fd(),
-                        Token::Command(self.id, OUTPUT_ENDS[which]),
-                        READABLE,
-                    )
+                    .add(pipe.as_raw_fd(), Token::Command(self.id, end), READABLE)
                     .is_err()
                 {
                     self.close_output(which, poller);

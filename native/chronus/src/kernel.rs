@@ -184,9 +184,8 @@ pub const WRITABLE: u32 = libc::EPOLLOUT as u32;
 impl Poller {
     pub fn new() -> io::Result<Poller> {
         // SAFETY: makes a descriptor.
-        Ok(Poller {
-            epoll: own(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?,
-        })
+        let epoll = own(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        Ok(Poller { epoll })
     }
 
     fn control(

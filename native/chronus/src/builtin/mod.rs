@@ -2,7 +2,13 @@
 //!
 //! They may block, allocate and die as they like: it is their own process.
 
+mod archive;
 mod files;
+mod processes;
+mod tar_in;
+mod tar_out;
+mod tree;
+mod watch;
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -57,7 +63,21 @@ impl From<io::Error> for Failure {
 type Result<T> = std::result::Result<T, Failure>;
 type Builtin = fn(&BuiltinArgs) -> Result<()>;
 
-const BUILTINS: &[(&str, Builtin)] = &[("read", files::read), ("write", files::write)];
+const BUILTINS: &[(&str, Builtin)] = &[
+    ("read", files::read),
+    ("write", files::write),
+    ("list", tree::list),
+    ("stat", tree::stat),
+    ("mkdir", tree::mkdir),
+    ("move", tree::rename),
+    ("remove", tree::remove),
+    ("chmod", tree::chmod),
+    ("chown", tree::chown),
+    ("watch", watch::watch),
+    ("tar_out", tar_out::tar_out),
+    ("tar_in", tar_in::tar_in),
+    ("processes", processes::processes),
+];
 
 pub fn exists(name: &str) -> bool {
     find(name).is_some()
