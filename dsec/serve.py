@@ -104,7 +104,6 @@ async def serve(config: ServeConfig) -> None:
         closing.push_async_callback(store.close)
         keys = Keys(store)
         await keys.open()
-        first_key = await _plant_keys(keys, config)
         images = ImageStore(config.state_dir / "images", store)
         await images.open()
         ports_url = config.ports_url or origin(ports_socket)
@@ -120,6 +119,8 @@ async def serve(config: ServeConfig) -> None:
             state_dir=config.state_dir,
             metrics_public=is_loopback(api_socket),
         )
+        # Last: the key of a start that failed before would be in the store, and shown to nobody.
+        first_key = await _plant_keys(keys, config)
         listeners = [Listener(api, api_socket), Listener(ErrorBoundary(edge.ports_app), ports_socket)]
         ready = Ready(url=origin(api_socket), ports_url=ports_url, pid=os.getpid(), first_key=first_key)
         await _run(listeners, api, ready, config.run_dir, stopping)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
+from urllib.parse import quote
 
 import typer
 
@@ -43,7 +44,7 @@ def debug(
         info = await client.get(sandbox_id)
         sandbox = Sandbox(client.transport, info)
         events = await _try(_all(sandbox.events(), None))
-        commands = await _try(sandbox.commands())
+        commands = await _try(_remembered_commands(client, sandbox_id))
         metrics = await _try(sandbox.metrics())
         diff = await _try(_all(sandbox.diff(), changes + 1))
         if as_json:
@@ -56,6 +57,15 @@ def debug(
         _section("changed files", diff, lambda entries: _show_diff(entries, changes))
 
     with_client(run)
+
+
+async def _remembered_commands(client: DSecClient, sandbox_id: str) -> list[ProcessInfo]:
+    """The last commands as the edge remembers them: there also when the sandbox is no longer."""
+    from libdsec.schema import ProcessInfo
+    from libdsec.transport import Answer
+
+    url = client.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}/commands")
+    return await client.transport.call("GET", url, Answer(list[ProcessInfo]))
 
 
 async def _try(asked: Awaitable[_T]) -> _T | str:

@@ -32,12 +32,15 @@ from dsec.api.listener import Listener, bind, origin
 from dsec.cli import app
 from dsec.store import Store
 from libdsec.errors import ErrorBody, ErrorEnvelope
+from libdsec.images import Images
 from libdsec.schema import (
     CommandResult,
     CreateItem,
     CreateRequest,
     DiffEntry,
     ExecRequest,
+    ImageConfig,
+    ImageInfo,
     KeyRequest,
     Metrics,
     NodeInfo,
@@ -67,6 +70,7 @@ class FakeEdge:
                 Route("/v1/sandboxes/{id}", self.stop, methods=["DELETE"]),
                 Route("/v1/sandboxes/{id}/exec", self.exec, methods=["POST"]),
                 Route("/v1/sandboxes/{id}/exec", self.commands),
+                Route("/v1/sandboxes/{id}/commands", self.commands),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}", self.command),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/wait", self.wait),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/stdout", self.stdout),
@@ -346,6 +350,21 @@ def test_logs_shows_both_streams_apart(service: Service) -> None:
     sandbox = service.edge.make("debian", {})
     done = dsec("logs", sandbox.id, "ex-1")
     assert (done.returncode, done.stdout, done.stderr) == (0, b"out\xfe\n", b"err\n")
+
+
+# -- images
+
+
+def test_a_debian_image_is_asked_for_by_suite_and_packages(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    async def import_(_: Images, source: str, **more: object) -> ImageInfo:
+        asked.update(source=source, **more)
+        return ImageInfo(name="py", version=1, kind="base", digest="sha256:0", layers=[], config=ImageConfig(), created_at=0, size=5)
+
+    monkeypatch.setattr(Images, "import_", import_)
+    assert Ran("image", "debian", "py", "--package", "git", "-p", "python3", "--json").code == 0
+    assert (asked["source"], asked["name"], asked["kind"]) == ("mmdebstrap:bookworm?include=git,python3", "py", "base")
 
 
 # -- errors
