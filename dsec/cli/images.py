@@ -50,7 +50,7 @@ def debian(
     Example: dsec image debian python:3.11 --package python3 --package git
     """
     options = {"include": ",".join(package or ()), "mirror": mirror or ""}
-    query = "&".join(f"{option}={quote(value, safe=',:/+')}" for option, value in options.items() if value)
+    query = "&".join(f"{option}={quote(value, safe=',:/')}" for option, value in options.items() if value)
     _import(f"mmdebstrap:{suite}" + (f"?{query}" if query else ""), name, "base", "/", as_json=as_json)
 
 
