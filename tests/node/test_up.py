@@ -1,0 +1,143 @@
+"""`dsec up` and `dsec down` for real: privileges, several instances, and what is left when something was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 150
+
+
+class Place:
+    """Directories, a cgroup name and a configuration file of one instance."""
+
+    def __init__(self, home: Path, name: str) -> None:
+        self.home, self.run, self.config, self.cgroup = home, home / "run", home / "local.json", name
+        self.environment = {**os.environ, "DSEC_CONFIG": str(self.config)}
+
+    def dsec(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dsec.cli", *words]
+        return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+    def up(self) -> dict[str, str]:
+        places = ["--state-dir", str(self.home / "state"), "--run-dir", str(self.run), "--cgroup", self.cgroup]
+        done = self.dsec("up", "--detach", "--json", "--port", "0", "--scratch-mb", "512", *places)
+        assert done.returncode == 0, done.stderr
+        told: dict[str, str] = json.loads(done.stdout)
+        return told
+
+    def down(self, *words: str) -> None:
+        done = self.dsec("down", "--run-dir", str(self.run), "--state-dir", str(self.home / "state"), "--cgroup", self.cgroup, *words)
+        assert done.returncode == 0, done.stderr
+
+    def key(self) -> str:
+        found: str = json.loads(self.config.read_text())["api_key"]
+        return found
+
+    def left(self) -> list[str]:
+        """What the instance still holds on this machine, by name."""
+        found = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{self.cgroup}")]
+        found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(self.home) in line]
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and str(self.home).encode() in read(entry / "cmdline"):
+                found.append(f"pid {entry.name}: {read(entry / 'cmdline')!r}")
+        return found
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def status_of(url: str, key: str | None = None) -> int:
+    request = urllib.request.Request(url, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=10) as response:
+            status: int = response.status
+            return status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.fixture
+def places() -> Iterator[list[Place]]:
+    """Two places to start an instance in; at the end nothing of either may be left."""
+    if os.geteuid() != 0:
+        pytest.fail("these tests make real mounts and cgroups: run them as root")
+    homes = [Path(tempfile.mkdtemp(prefix="dsec-up-")) for _ in range(2)]
+    for home in homes:
+        home.chmod(0o755)
+    made = [Place(home, f"dsec-up-{os.getpid()}-{index}") for index, home in enumerate(homes)]
+    yield made
+    for place in made:
+        place.down()
+    left = [line for place in made for line in place.left()]
+    for home in homes:
+        shutil.rmtree(home)
+    assert not left, left
+
+
+def test_the_service_has_no_privilege_and_the_caller_has_its_key(places: list[Place]) -> None:
+    place = places[0]
+    told = place.up()
+    ready = json.loads((place.run / "ready").read_text())
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{ready['pid']}/status").read_text().splitlines())
+    assert {int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
+    assert "0" not in status["Uid"].split()
+    assert status["NoNewPrivs"].strip() == "1"
+    assert told["api_key"].startswith("dsec_")
+    for key in (told["api_key"], place.key()):
+        assert status_of(f"{told['url']}/v1/keys", key) == 200
+    assert status_of(f"{told['url']}/v1/keys") == 401
+    assert place.config.stat().st_mode & 0o777 == 0o600
+
+
+def test_two_instances_live_side_by_side(places: list[Place]) -> None:
+    one, two = places
+    urls = [one.up()["url"], two.up()["url"]]
+    assert status_of(f"{urls[0]}/v1/nodes", one.key()) == 200
+    assert status_of(f"{urls[0]}/v1/nodes", two.key()) == 401
+    one.down()
+    assert one.left() == []
+    assert status_of(f"{urls[1]}/v1/nodes", two.key()) == 200
+
+
+def test_the_first_key_works_after_a_restart_and_is_not_told_again(places: list[Place]) -> None:
+    place = places[0]
+    first = place.up()["api_key"]
+    place.down()
+    again = place.up()
+    assert again["api_key"] is None
+    assert status_of(f"{again['url']}/v1/keys", first) == 200
+
+
+def test_the_ports_origin_takes_no_key_and_tells_nothing(places: list[Place]) -> None:
+    told = places[0].up()
+    for path in ("", "/v1/sandboxes", "/healthz", "/sb-e1-00/80/signature/"):
+        assert status_of(f"{told['ports_url']}{path}", places[0].key()) in (403, 404)
+
+
+@pytest.mark.parametrize("keep", [[], ["--keep-sandboxes"]], ids=["everything", "keep-sandboxes"])
+def test_down_after_the_supervisor_was_killed_leaves_nothing(places: list[Place], keep: list[str]) -> None:
+    place = places[0]
+    place.up()
+    os.kill(json.loads((place.run / "up.json").read_text())["pid"], signal.SIGKILL)
+    place.down(*keep)
+    place.down()
+    assert place.left() == []
+    assert not place.config.exists()
