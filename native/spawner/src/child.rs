@@ -204,7 +204,7 @@ unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
         let mut mounts = [-1; MAX_SENT_FDS];
         let count = receive(plan.socket, &mut mounts);
         step(2, if count < 2 { -1 } else { 0 })?;
-        // Inodes that the child makes must belong to ids that the sandbox's filesystems know; exec takes this back.
+        // Inodes that the child makes must belong to ids that the sandbox's filesystems know.
         libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>());
         libc::setfsgid(0);
         libc::setfsuid(0);
@@ -297,6 +297,11 @@ unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
         )?;
         libc::umask(0o022);
         libc::setsid();
+        // The filesystem ids go back to the real ones (an argument of -1 changes nothing else): with another one, kernels since 6.17 take the exec
+        // for one that changes ids, and drop the ambient capabilities.
+        let keep = -1_i32;
+        step(18, libc::syscall(libc::SYS_setregid, keep, keep))?;
+        step(18, libc::syscall(libc::SYS_setreuid, keep, keep))?;
         step(18, raise_capabilities(plan.last_capability))?;
         place_descriptors(plan)?;
         let program = sock_fprog {
