@@ -54,13 +54,12 @@ def local_report() -> DoctorReport:
 def _kernel_findings() -> list[Finding]:
     import msgspec
 
-    from dsec.api.doctor import kernel_findings
     from libdsec.schema import Finding
 
     try:
         spawner = inst.binary("dsec-spawner")
         done = subprocess.run([spawner, "doctor"], stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_PROBE_TIMEOUT_S)
-        return kernel_findings(msgspec.json.decode(done.stdout, type=dict[str, str]))
+        return msgspec.json.decode(done.stdout, type=list[Finding])
     except CliError as error:
         return [Finding(feature="dsec-spawner", state="missing", cost="no sandbox can start", todo=str(error))]
     except (msgspec.MsgspecError, subprocess.TimeoutExpired) as error:
