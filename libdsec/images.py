@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import io
 import os
 import secrets
@@ -73,21 +74,25 @@ class Images:
 
         Directories and Debians keep owners, modes, times, hardlinks, devices, xattrs; owners that this user can't read stay as they are
         found. Raises ImageError for an archive that is broken, hostile or of an unknown kind, InvalidArgument for a name or an argument
-        that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, Unavailable when the
-        connection breaks: then, as after any error, nothing stays. Calling it again after success makes another version.
+        that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, OSError for a source that
+        can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. Calling it again after success makes
+        another version.
         """
         stream, format = _open_source(os.fspath(source), format)
         query = {"name": name, "kind": kind, "at": at, "format": format}
         headers = {"Idempotency-Key": secrets.token_hex(12)}
-        lines = self._transport.lines("POST", self._transport.at("/v1/images", query), _import_line, data=stream, headers=headers)
-        async for line in lines:
-            if line.error is not None:
-                raise from_body(line.error)
-            if line.image is not None:
-                return line.image
-            if progress is not None and line.step is not None:
-                progress(line.step, line.done_bytes)
-        raise Unavailable("the server ended the import without a result")
+        upload = _Upload(stream)
+        lines = self._transport.lines("POST", self._transport.at("/v1/images", query), _import_line, data=upload.chunks(), headers=headers)
+        outcome = asyncio.create_task(_outcome(lines, progress))
+        try:
+            await asyncio.wait([outcome, upload.broken], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # Closes the connection if it is still open, by which the server learns that this import is over.
+            outcome.cancel()
+            await asyncio.gather(outcome, return_exceptions=True)
+        if upload.broken.done():
+            return upload.broken.result()
+        return outcome.result()
 
     async def list(self) -> builtins.list[ImageInfo]:
         """All images and versions, in the order of their names. Safe to repeat."""
@@ -118,6 +123,36 @@ class Images:
         return (await self._transport.call("POST", self._transport.at("/v1/images/gc"), _removed)).removed_bytes
 
 
+class _Upload:
+    """A stream on its way to the server. When it breaks on our side the HTTP client only waits: ``broken`` ends with the reason."""
+
+    def __init__(self, stream: AsyncIterator[bytes]) -> None:
+        self._stream = stream
+        self.broken: asyncio.Future[ImageInfo] = asyncio.get_running_loop().create_future()
+        """Never has a result."""
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for chunk in self._stream:
+                yield chunk
+        except Exception as failure:
+            self.broken.set_exception(failure)
+            raise
+
+
+async def _outcome(lines: AsyncGenerator[ImportLine, None], progress: Progress | None) -> ImageInfo:
+    """What the lines of an import end in. Raises the error that they report."""
+    async with contextlib.aclosing(lines):
+        async for line in lines:
+            if line.error is not None:
+                raise from_body(line.error)
+            if line.image is not None:
+                return line.image
+            if progress is not None and line.step is not None:
+                progress(line.step, line.done_bytes)
+    raise Unavailable("the server ended the import without a result")
+
+
 def _path(reference: str) -> str:
     return f"/v1/images/{quote(reference, safe='/:@')}"
 
@@ -145,6 +180,8 @@ def debian_command(source: str) -> list[str]:
     mirror = options.pop("mirror", None)
     if options:
         raise InvalidArgument(f"mmdebstrap: takes include, variant and mirror, not {', '.join(sorted(options))}", field="source")
+    if mirror is not None and "://" not in mirror:
+        raise InvalidArgument(f"the mirror {mirror!r} is no URL", field="source")
     if not suite or suite.startswith("-") or variant not in _VARIANTS:
         raise InvalidArgument(f"{source!r}: a suite is needed, and a variant of {', '.join(_VARIANTS)}", field="source")
     command = ["mmdebstrap", "--format=tar", f"--mode={'root' if os.geteuid() == 0 else 'unshare'}", f"--variant={variant}"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from libdsec.errors import NoCapacity
@@ -44,14 +43,13 @@ class BlobDirectory:
         shutil.rmtree(self._tmp, ignore_errors=True)
         self._tmp.mkdir(mode=0o700, exist_ok=True)
 
-    @contextmanager
-    def workspace(self) -> Iterator[Path]:
-        """A directory on the blobs' filesystem that is removed at the end."""
-        path = Path(tempfile.mkdtemp(prefix="import-", dir=self._tmp))
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
+    def make_workspace(self) -> Path:
+        """An empty directory on the blobs' filesystem."""
+        return Path(tempfile.mkdtemp(prefix="import-", dir=self._tmp))
+
+    def remove_workspace(self, path: Path) -> None:
+        """Removes it and what is in it. What can't be removed now goes with the next start."""
+        shutil.rmtree(path, ignore_errors=True)
 
     def path(self, digest: str) -> Path:
         """Where the blob is, if it is there."""

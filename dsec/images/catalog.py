@@ -127,8 +127,11 @@ class Catalog:
             raise PermissionDenied(f"the image name {name} belongs to another project: choose another name")
 
     async def add(self, draft: ImageInfo, caller: Caller, idempotency_key: str | None) -> ImageInfo:
-        """Makes ``draft`` the next version of its name. Raises PermissionDenied."""
+        """Makes ``draft`` the next version of its name, unless the same idempotency key has made one. Raises PermissionDenied."""
         async with self._changing:
+            made = None if idempotency_key is None else self.made_by(idempotency_key)
+            if made is not None:
+                return made.info
             self.check_owner(draft.name, caller)
             versions = self._versions.get(draft.name)
             project = versions[max(versions)].project if versions else caller.project

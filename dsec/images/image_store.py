@@ -15,6 +15,7 @@ from dsec.images.environments import Environment, compose
 from dsec.images.importing import Importer, ImportRequest, Tell
 from dsec.images.limits import ImportLimits
 from dsec.images.names import ByName, exact, parse_reference
+from dsec.images.routes import ImageRoutes
 from dsec.store import Store
 from libdsec.errors import Conflict, ImageNotFound, PermissionDenied
 from libdsec.schema import ImageInfo
@@ -53,8 +54,6 @@ class ImageStore:
 
     def routes(self) -> list[BaseRoute]:
         """The routes below ``/v1/images``, to be mounted behind authentication."""
-        from dsec.images.routes import ImageRoutes
-
         return ImageRoutes(self).routes()
 
     def resolve(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment:

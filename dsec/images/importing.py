@@ -6,6 +6,7 @@ Everything happens in a workspace that vanishes whatever the outcome; only whole
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -22,12 +23,13 @@ from dsec.images.converter import CONVERTER_VERSION, Converter
 from dsec.images.limits import ImportLimits
 from dsec.images.manifests import Format, ImageSource, LayerSource, detect_format, read_docker_archive, read_oci_archive
 from dsec.images.streams import Budget, Stored, compression_of, decompressed, receive, unpack
-from libdsec.errors import ImageError
+from libdsec.errors import ImageError, NoCapacity
 from libdsec.schema import ImageConfig, ImageInfo, ImportLine, LayerInfo
 
 Kind = Literal["base", "workspace", "toolkit"]
 Tell = Callable[[ImportLine], None]
 
+UNPACKED = "the unpacked archive"
 PROGRESS_BYTES = 8 << 20
 """A line of progress for every so many bytes received."""
 
@@ -119,12 +121,27 @@ class Importer:
     async def run(self, request: ImportRequest, body: AsyncIterator[bytes], tell: Tell) -> ImageInfo:
         """Imports ``body`` and returns the new image. Raises ImageError, NoCapacity, PermissionDenied; nothing of the import stays then."""
         self._catalog.check_owner(request.name, request.caller)
-        with self._blobs.workspace() as workspace, self.pins.scope() as pin:
-            received = await self._receive(body, workspace, tell)
-            async with self._slots:
-                layers, config = await self._layers(request, received, workspace, tell, pin)
-            tell(ImportLine(step="storing", done_bytes=received.size))
-            return await self._catalog.add(_draft(request, layers, config), request.caller, request.idempotency_key)
+        try:
+            async with self._workspace() as workspace:
+                with self.pins.scope() as pin:
+                    received = await self._receive(body, workspace, tell)
+                    async with self._slots:
+                        layers, config = await self._layers(request, received, workspace, tell, pin)
+                    tell(ImportLine(step="storing", done_bytes=received.size))
+                    return await self._catalog.add(_draft(request, layers, config), request.caller, request.idempotency_key)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoCapacity(f"the disk of the image store is full: {error}", reason="disk") from error
+            raise
+
+    @asynccontextmanager
+    async def _workspace(self) -> AsyncGenerator[Path, None]:
+        """A directory for one import. A thread removes it: gigabytes take their time; a cancelled import waits for it all the same."""
+        path = self._blobs.make_workspace()
+        try:
+            yield path
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._blobs.remove_workspace, path))
 
     async def _receive(self, body: AsyncIterator[bytes], workspace: Path, tell: Tell) -> Stored:
         told = 0
@@ -143,8 +160,7 @@ class Importer:
     async def _layers(
         self, request: ImportRequest, received: Stored, workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
     ) -> tuple[list[LayerInfo], ImageConfig]:
-        budget = Budget(self._limits.unpacked, "the unpacked archive")
-        plain = await self._decompress(received, workspace, budget, tell)
+        plain = await self._decompress(received, workspace, tell)
         kind = await asyncio.to_thread(_format_of, plain.path, request)
         if kind == "tar":
             archive = _Archive(plain.path, plain.size, plain.digest)
@@ -152,19 +168,21 @@ class Importer:
         if request.at != "/":
             raise ImageError(f"at={request.at} is for plain tars; this is a {kind}")
         source = await asyncio.to_thread(_read_source, plain.path, kind, self._limits)
+        budget = Budget(self._limits.unpacked, UNPACKED)
         layers = []
-        for index, group in enumerate(collapsible(source.layers, self._limits.collapse)):
-            archives = []
-            for number, layer in enumerate(group):
-                tell(ImportLine(step=f"verifying layer {layer.diff_id[:19]}", done_bytes=received.size))
-                path = workspace / f"layer-{index}-{number}.tar"
-                archives.append(await asyncio.to_thread(self._extract, plain.path, layer, path, budget))
-            layers.append(await self._layer(archives, "/", workspace, tell, pin))
-            for archive in archives:
-                archive.path.unlink()
+        group: list[_Archive] = []
+        for index, layer in enumerate(source.layers):
+            tell(ImportLine(step=f"verifying layer {index + 1} of {len(source.layers)}", done_bytes=received.size))
+            archive = await asyncio.to_thread(self._extract, plain.path, layer, workspace / f"layer-{index}.tar", budget)
+            if group and sum(each.size for each in group) + archive.size > self._limits.collapse:
+                layers.append(await self._layer(group, "/", workspace, tell, pin))
+                group = []
+            group.append(archive)
+        layers.append(await self._layer(group, "/", workspace, tell, pin))
         return layers, source.config
 
-    async def _decompress(self, received: Stored, workspace: Path, budget: Budget, tell: Tell) -> Stored:
+    async def _decompress(self, received: Stored, workspace: Path, tell: Tell) -> Stored:
+        budget = Budget(self._limits.unpacked, UNPACKED)
         with received.path.open("rb") as source:
             compression = compression_of(source)
         if compression == "none":
@@ -199,28 +217,18 @@ class Importer:
         """The layer that these archives become: an earlier conversion's, or a new one."""
         key = conversion_key([archive.key for archive in archives], at)
         async with self._flights.of(key):
-            known = self._catalog.conversion(key)
-            if known is not None and all(self._blobs.has(digest) for digest in (known.digest, known.blob) if digest is not None):
-                pin(known)
-                return known
-            tell(ImportLine(step="converting", done_bytes=sum(archive.size for archive in archives)))
-            layer = await self._converter.convert([archive.path for archive in archives], at, workspace, pin)
-            await self._catalog.remember_conversion(key, layer)
-            return layer
-
-
-def collapsible(layers: Sequence[LayerSource], limit: int) -> Iterator[list[LayerSource]]:
-    """Groups adjacent layers that become one: as many as fit below ``limit`` bytes in the archive, at least one."""
-    group: list[LayerSource] = []
-    size = 0
-    for layer in layers:
-        if group and size + layer.member.size > limit:
-            yield group
-            group, size = [], 0
-        group.append(layer)
-        size += layer.member.size
-    if group:
-        yield group
+            layer = self._catalog.conversion(key)
+            if layer is not None and all(self._blobs.has(digest) for digest in (layer.digest, layer.blob) if digest is not None):
+                pin(layer)
+            else:
+                size = sum(archive.size for archive in archives)
+                tell(ImportLine(step="converting", done_bytes=size))
+                self._blobs.check_room(size)
+                layer = await self._converter.convert([archive.path for archive in archives], at, workspace, pin)
+                await self._catalog.remember_conversion(key, layer)
+        for archive in archives:
+            archive.path.unlink()
+        return layer
 
 
 def conversion_key(archives: Sequence[str], at: str) -> str:

@@ -167,7 +167,7 @@ def read_docker_archive(archive: BinaryIO, limits: ImportLimits) -> ImageSource:
     if len({image.Config for image in images}) != 1:
         raise ImageError(f"the archive holds {len(images)} images: save one at a time")
     image = images[0]
-    config = documents.decode(image.Config, _Config)
+    config = documents.decode_named(image.Config, _Config)
     _check_config(config, len(image.Layers), limits)
     layers = [
         LayerSource(members.get(name), diff_id, None, None) for name, diff_id in zip(image.Layers, config.rootfs.diff_ids, strict=True)
@@ -185,6 +185,13 @@ class _Documents:
 
     def decode(self, name: str, kind: type[T]) -> T:
         return _decode(name, self._read(name, self._members.get(name)), kind)
+
+    def decode_named(self, name: str, kind: type[T]) -> T:
+        """A document whose file name is its digest, as docker names configurations."""
+        data = self._read(name, self._members.get(name))
+        if hashlib.sha256(data).hexdigest() != name.rsplit("/", 1)[-1].removesuffix(".json"):
+            raise ImageError(f"the content of {name!r} has another digest")
+        return _decode(name, data, kind)
 
     def decode_blob(self, descriptor: _Descriptor, kind: type[T]) -> T:
         data = self._read(descriptor.digest, self.blob(descriptor))

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import secrets
 from collections.abc import AsyncIterator
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import msgspec
 import structlog
@@ -16,12 +16,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from dsec.images.catalog import Caller
-from dsec.images.image_store import ImageStore
 from dsec.images.importing import ImportRequest, Kind
 from dsec.images.manifests import Format
 from dsec.images.names import check_name
 from libdsec.errors import DSecError, InvalidArgument, PermissionDenied
 from libdsec.schema import ImageInfo, ImagePage, ImportLine
+
+if TYPE_CHECKING:
+    from dsec.images.image_store import ImageStore
 
 PAGE_LIMIT = 1000
 MSGPACK = "application/msgpack"

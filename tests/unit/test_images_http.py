@@ -39,7 +39,7 @@ class Server:
     admin: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope |= {"dsec.project": self.project, "dsec.admin": self.admin, "app": self}
+        scope.update({"dsec.project": self.project, "dsec.admin": self.admin, "app": self})
         await Router(self.images.routes(), redirect_slashes=False)(scope, receive, send)
 
     def files(self) -> list[str]:
@@ -61,6 +61,7 @@ async def serving(root: Path, *, limits: ImportLimits | None = None, converter: 
     await images.open()
     made = Server(images, root / "images")
     listening = bind("127.0.0.1", 0)
+    listening.listen()
     made.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     web = uvicorn.Server(uvicorn.Config(ErrorBoundary(made), log_level="warning", lifespan="off"))
     running = asyncio.create_task(web.serve(sockets=[listening]))
@@ -249,6 +250,35 @@ async def test_a_client_that_disconnects_while_it_waits_leaves_nothing(tmp_path:
             await reader.readuntil(b"converting")
         writer.close()
         await server.nothing_left()
+
+
+async def test_a_debian_is_streamed_from_mmdebstrap(client: DSecClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root.tar").write_bytes(files({"etc/debian_version": b"12\n", "big": os.urandom(3_000_000)}))
+    stand_in(tmp_path, f"exec /bin/cat {tmp_path}/root.tar", monkeypatch)
+    info = await client.images.import_("mmdebstrap:bookworm", name="debian")
+    assert info.layers == (await client.images.import_(tmp_path / "root.tar", name="same")).layers
+
+
+async def test_a_failing_mmdebstrap_is_reported_in_its_own_words(
+    client: DSecClient, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, "/bin/head -c 3000000 /dev/zero; echo 'E: no such suite' >&2; exit 25", monkeypatch)
+    with pytest.raises(ImageError, match="no such suite"):
+        await client.images.import_("mmdebstrap:nonsense", name="x")
+    await server.nothing_left()
+    (tmp_path / "bin" / "mmdebstrap").unlink()
+    with pytest.raises(InvalidArgument, match="apt-get install mmdebstrap"):
+        await client.images.import_("mmdebstrap:bookworm", name="x")
+    await server.nothing_left()
+
+
+def stand_in(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts a shell script in the place of mmdebstrap."""
+    program = directory / "bin" / "mmdebstrap"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
 
 
 async def test_a_missing_source_is_refused_before_anything_is_sent(client: DSecClient) -> None:

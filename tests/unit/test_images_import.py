@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import json
 import lzma
 import os
@@ -150,8 +151,6 @@ async def test_attestations_and_other_platforms_are_passed_over(images: ImageSto
 
 def rebuild(archive: bytes, replaced: dict[str, bytes | None]) -> bytes:
     """The archive with some members' content replaced, or (None) left out."""
-    import io
-
     entries: list[tarfile.TarInfo | tuple[tarfile.TarInfo, bytes]] = []
     with tarfile.open(fileobj=io.BytesIO(archive)) as source:
         for info in source:
@@ -206,6 +205,13 @@ def add(entry: tarfile.TarInfo) -> Callable[[OciImage], None]:
     return lambda image: image.extra.append(entry)
 
 
+def forged_docker_config() -> bytes:
+    archive = docker_archive([files({"a": b""})], {"User": "nobody"})
+    with tarfile.open(fileobj=io.BytesIO(archive)) as source:
+        (config,) = [info.name for info in source if info.name.endswith(".json") and info.name != "manifest.json"]
+    return rebuild(archive, {config: b'{"rootfs": {"type": "layers", "diff_ids": []}}'})
+
+
 PLAIN = files({f"f{index}": bytes([index]) * 3000 for index in range(40)})
 OCI = OciImage.of([files({"a": b"1" * 9000})], compress=True).archive()
 HOSTILE = {
@@ -237,6 +243,7 @@ HOSTILE = {
     "device": (bent(add(member("blobs/dev", tarfile.CHRTYPE))), "neither file nor directory"),
     "link outside": (bent(add(member("blobs/l", tarfile.SYMTYPE, linkname="../../etc/passwd"))), "leads outside"),
     "member twice": (bent(add(member("index.json"))), "twice"),
+    "forged configuration": (forged_docker_config(), "has another digest"),
     "two images": (docker_archive([files({"a": b""})], images=2), "save one at a time"),
     "hostile layer": (OciImage.of([tar([member("../x")])]).archive(), '".." in the name'),
     "hostile plain tar": (tar([member("../x")]), '".." in the name'),
