@@ -14,8 +14,8 @@ from typing import cast
 
 import msgspec
 
-MAX_PAYLOAD = 1 << 20
-"""The most that a frame may carry."""
+MAX_PAYLOAD = 4 << 20
+"""The most that a frame may carry: a command line of 1 MiB in one-byte arguments takes three times that much."""
 PIECE_BYTES = 256 << 10
 """Standard input travels in pieces of at most this size."""
 INITIAL_CREDIT = 1 << 20

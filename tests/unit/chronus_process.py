@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -10,14 +11,19 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from dsec.edge.channel import Exit, Start, Stream
+
 ROOT = Path(__file__).resolve().parents[2]
 CGROUP_ROOTS = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 HISTORY = 8 << 20
+MB = 1 << 20
+DEADLINE_S = 20.0
+ENV = {b"PATH": b"/usr/local/bin:/usr/bin:/bin"}
 _PR_SET_CHILD_SUBREAPER = 36
 _LISTENER, _CGROUP, _CONFIG = 3, 4, 5
 _counter = iter(range(1 << 30))
@@ -147,3 +153,30 @@ def running_chronus(*, cgroup: bool = True, config: dict[str, object] | None = N
             yield process
         finally:
             process.stop()
+
+
+def sh(script: str, exec_id: str = "", **more: object) -> Start:
+    """A START of `sh -c`."""
+    return Start(exec_id=exec_id, argv=[b"sh", b"-c", script.encode()], env=ENV, **more)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for something that only shows outside (a process, a file); fails after the deadline."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"not in time: {what}"
+        await asyncio.sleep(0.005)
+
+
+async def read_all(stream: Stream) -> tuple[bytes, bytes, Exit]:
+    """Stdout, stderr and the exit of a followed command."""
+    found: dict[int, list[bytes]] = {1: [], 2: []}
+    async with asyncio.timeout(DEADLINE_S):
+        while (piece := await stream.read()) is not None:
+            found[piece[0]].append(piece[2])
+        return b"".join(found[1]), b"".join(found[2]), await stream.wait()
+
+
+async def in_time(awaitable: Awaitable[Exit]) -> Exit:
+    async with asyncio.timeout(DEADLINE_S):
+        return await awaitable

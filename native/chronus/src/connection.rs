@@ -12,6 +12,8 @@ use crate::kernel::{self, Poller, Token, READABLE, WRITABLE};
 
 /// Bytes waiting to be sent above which no more output is taken from the buffers: enough to keep the socket busy.
 const OUTBOX_TARGET: usize = 512 << 10;
+/// What the socket may hold, as far as the host's net.core.wmem_max allows: fewer and longer turns of sender and receiver.
+const SEND_BUFFER: usize = 1 << 20;
 /// Input space of a quiet connection.
 const INPUT_MIN: usize = 8 << 10;
 /// Input space of a busy one: a read takes up to this much.
@@ -54,6 +56,7 @@ impl Connection {
     /// Takes over an accepted, non-blocking socket.
     pub fn new(socket: OwnedFd, poller: &Poller) -> io::Result<Connection> {
         poller.add(socket.as_raw_fd(), Token::Connection, READABLE)?;
+        kernel::enlarge_send_buffer(socket.as_raw_fd(), SEND_BUFFER);
         Ok(Connection {
             socket,
             input: Vec::new(),

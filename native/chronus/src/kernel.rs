@@ -75,6 +75,22 @@ pub fn enlarge_pipe(fd: RawFd, size: usize) {
     unsafe { libc::fcntl(fd, libc::F_SETPIPE_SZ, size as libc::c_int) };
 }
 
+/// Lets a socket hold more, as far as the host's limit allows.
+pub fn enlarge_send_buffer(fd: RawFd, size: usize) {
+    let size = size as libc::c_int;
+    // SAFETY: SO_SNDBUF reads one int; a socket that keeps its size works too.
+    unsafe {
+        let length = size_of::<libc::c_int>() as libc::socklen_t;
+        libc::setsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_SNDBUF,
+            (&raw const size).cast(),
+            length,
+        );
+    }
+}
+
 /// Bytes that can be read from a pipe, socket or terminal now; 0 where the kernel can't say.
 pub fn readable_bytes(fd: RawFd) -> usize {
     let mut count: libc::c_int = 0;

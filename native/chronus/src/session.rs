@@ -584,7 +584,8 @@ fn nonce() -> io::Result<String> {
 }
 
 /// The lines that the shell reads for one call. `command eval` keeps a POSIX shell alive when the command has a syntax error; the braces
-/// keep control and status pipe away from its children. The status line is silent, so that `set -x` doesn't show it.
+/// keep control and status pipe away from its children. The status line is silent, so that `set -x` doesn't show it. The empty line before it resets bash's parser, which
+/// after an unclosed quote in `eval` would not see a reserved word.
 fn script(command: &[u8], nonce: &str) -> Vec<u8> {
     let mut script = Vec::with_capacity(command.len() + 160);
     script.extend_from_slice(b"{ command eval '");
@@ -596,7 +597,7 @@ fn script(command: &[u8], nonce: &str) -> Vec<u8> {
     }
     let status: RawFd = STATUS_FD;
     script.extend_from_slice(
-        format!("'; }} </dev/null {status}>&-\n{{ command printf '%s %d\\n' {nonce} \"$?\" >&{status}; }} 2>/dev/null\n").as_bytes(),
+        format!("'; }} </dev/null {status}>&-\n\n{{ command printf '%s %d\\n' {nonce} \"$?\" >&{status}; }} 2>/dev/null\n").as_bytes(),
     );
     script
 }

@@ -5,10 +5,10 @@
 
 use std::fmt;
 
-/// The most that the length of a frame may say: a payload of 1 MiB and its header.
-pub const MAX_FRAME: usize = (1 << 20) + 64;
-/// The most that a frame may carry.
-pub const MAX_PAYLOAD: usize = 1 << 20;
+/// The most that a frame may carry: a command line of 1 MiB in one-byte arguments takes three times that much.
+pub const MAX_PAYLOAD: usize = 4 << 20;
+/// The most that the length of a frame may say: a payload and its header.
+pub const MAX_FRAME: usize = MAX_PAYLOAD + 64;
 /// Bytes of a header as [`header`] writes it, the length prefix included.
 pub const HEADER_LEN: usize = 25;
 /// Version that HELLO announces.
