@@ -270,14 +270,18 @@ class Socket:
         return data if data is not None else str(message["text"])
 
     async def send(self, data: bytes | str) -> None:
-        if isinstance(data, bytes):
-            await self._send({"type": "websocket.send", "bytes": data})
-        else:
-            await self._send({"type": "websocket.send", "text": data})
+        await self._pass({"type": "websocket.send", "bytes" if isinstance(data, bytes) else "text": data})
 
     async def close(self, code: int = 1000, reason: str = "") -> None:
         short = reason.encode()[:WS_REASON_BYTES].decode("utf-8", "ignore")
-        await self._send({"type": "websocket.close", "code": code, "reason": short})
+        await self._pass({"type": "websocket.close", "code": code, "reason": short})
+
+    async def _pass(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError:
+            # How ASGI says that the client has closed (spec 2.4).
+            raise Disconnected from None
 
     async def fail(self, error: DSecError) -> None:
         """Refuses the WebSocket with the error, or closes it with its message if it was accepted."""

@@ -163,7 +163,7 @@ class Ports:
             return await channel.open_port(port)
         except ChannelError as error:
             raise Unavailable(
-                f"port {port} of sandbox {sandbox.id}: {error.message}", reason="port_closed", errno=error.errno or None
+                f"sandbox {sandbox.id}: {error.message}", reason="port_closed", errno=error.errno or None
             ) from error
 
     async def _proxy_websocket(

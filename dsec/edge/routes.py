@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -259,7 +260,8 @@ async def answer(call: Call, socket: Socket | None, served: Awaitable[None]) -> 
     except Exception as failure:
         error = incident(failure, f"{call.scope.get('method', WEBSOCKET)} {call.scope['path']}")
     if socket is not None:
-        await socket.fail(error)
+        with contextlib.suppress(Disconnected):
+            await socket.fail(error)
     elif not call.responding:
         await call.fail(error)
     else:
