@@ -32,16 +32,13 @@ _ORDER = {"missing": 0, "degraded": 1, "ok": 2}
 _State = Literal["ok", "degraded", "missing"]
 
 
-def kernel_findings(features: Mapping[str, str], *, essential: frozenset[str] = frozenset()) -> list[Finding]:
-    """The spawner's feature table. A lacking feature is ``missing`` if it is ``essential``, else there is a slower or weaker way:
-    ``degraded``."""
-    return [_kernel_finding(name, said, name in essential) for name, said in features.items()]
-
-
-def _kernel_finding(name: str, said: str, essential: bool) -> Finding:
-    if said == YES or said.startswith((f"{YES} ", f"{YES},")):
-        return Finding(feature=name, state="ok", detail=said[len(YES) :].strip(" ,"))
-    return Finding(feature=name, state="missing" if essential else "degraded", cost=said, todo=f"a newer kernel than {platform.release()}")
+def kernel_findings(features: Mapping[str, str]) -> list[Finding]:
+    """The features of a node as its edge tells them: a lacking one has a slower or weaker way, else the edge would not run."""
+    lacking = f"a newer kernel than {platform.release()}"
+    return [
+        Finding(feature=name, state="ok") if said == YES else Finding(feature=name, state="degraded", cost=said, todo=lacking)
+        for name, said in features.items()
+    ]
 
 
 def user_space_findings(state_dir: Path) -> list[Finding]:

@@ -54,6 +54,9 @@ def exec_(
     Example: dsec exec sb-e1-... -- pytest -q
     """
     command = list(words) if image else list(words[1:])
+    if command[:1] == ["--"]:
+        # Behind the sandbox's id it is no longer taken for the end of our own options.
+        del command[0]
     if not command:
         fail("a command is missing: dsec exec SANDBOX -- COMMAND...", code=2)
     if background and (image or tty or stdin):

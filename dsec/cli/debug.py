@@ -44,7 +44,9 @@ def debug(
         info = await client.get(sandbox_id)
         sandbox = Sandbox(client.transport, info)
         events = await _try(_all(sandbox.events(), None))
-        commands = await _try(_remembered_commands(client, sandbox_id))
+        commands = await _try(sandbox.commands())
+        if isinstance(commands, str):
+            commands = await _try(_remembered_commands(client, sandbox_id))
         metrics = await _try(sandbox.metrics())
         diff = await _try(_all(sandbox.diff(), changes + 1))
         if as_json:
@@ -60,7 +62,7 @@ def debug(
 
 
 async def _remembered_commands(client: DSecClient, sandbox_id: str) -> list[ProcessInfo]:
-    """The last commands as the edge remembers them: there also when the sandbox is no longer."""
+    """The last commands as the edge remembers them: also those of a sandbox that can't be asked any more."""
     from libdsec.schema import ProcessInfo
     from libdsec.transport import Answer
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -14,7 +15,7 @@ from dsec.cli.output import AsJson, age, print_json, print_table, printable, pro
 from dsec.cli.run import CliError, fail, with_client
 
 if TYPE_CHECKING:
-    from libdsec import DSecClient, Sandbox
+    from libdsec import DSecClient
     from libdsec.schema import DSecContainerRunArgs, SandboxInfo
 
 CREATE_LABEL = "dsec-cli-create"
@@ -235,7 +236,7 @@ async def stop_many(client: DSecClient, ids: Sequence[str]) -> tuple[list[Sandbo
         async def one(sandbox_id: str) -> None:
             async with slots:
                 try:
-                    stopped.append(await stop_one(client, sandbox_id))
+                    stopped.append(await _stop_one(client, sandbox_id))
                 except DSecError as error:
                     errors[sandbox_id] = error.message
                 bar.advance(task)
@@ -244,10 +245,13 @@ async def stop_many(client: DSecClient, ids: Sequence[str]) -> tuple[list[Sandbo
     return stopped, errors
 
 
-async def stop_one(client: DSecClient, sandbox_id: str) -> SandboxInfo:
-    """Stop a sandbox; of one that has ended already: its record. Raises SandboxNotFound and what else the SDK raises."""
-    sandbox: Sandbox = await client.attach(sandbox_id)
-    return await sandbox.stop()
+async def _stop_one(client: DSecClient, sandbox_id: str) -> SandboxInfo:
+    """Stop a sandbox by its id alone; of one that has ended already: its record. Raises SandboxNotFound, Unavailable."""
+    from libdsec.schema import SandboxInfo
+    from libdsec.transport import Answer
+
+    url = client.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}")
+    return await client.transport.call("DELETE", url, Answer(SandboxInfo))
 
 
 @asynccontextmanager

@@ -113,6 +113,8 @@ class FakeEdge:
         return answer(info)
 
     async def stop(self, request: Request) -> Response:
+        if request.path_params["id"] not in self.sandboxes:
+            return await self.show(request)
         stopped = msgspec.structs.replace(self.sandboxes[request.path_params["id"]], state="stopped", ended_at=2.0)
         self.sandboxes[stopped.id] = stopped
         return answer(stopped)
@@ -325,6 +327,13 @@ def test_stop_by_label_leaves_the_others(service: Service) -> None:
     assert service.edge.sandboxes[ended.id].state == "stopped"
 
 
+def test_stopping_twice_is_no_error(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    assert [Ran("stop", sandbox.id).stdout for _ in range(2)] == [f"{sandbox.id} stopped\n"] * 2
+    gone = Ran("stop", GONE)
+    assert (gone.code, gone.stderr) == (1, f"dsec: {GONE}: there is no such sandbox\n")
+
+
 # -- commands
 
 
@@ -332,6 +341,13 @@ def test_exec_passes_bytes_through_and_exits_as_the_command(service: Service) ->
     sandbox = service.edge.make("debian", {})
     done = dsec("exec", sandbox.id, "--", "echo", "--json")
     assert (done.returncode, done.stdout, done.stderr) == (3, b"out\xfe\n", b"err\n")
+
+
+@pytest.mark.parametrize("words", [("echo", "--", "-x"), ("--", "echo", "--", "-x")], ids=" ".join)
+def test_exec_takes_the_command_as_it_stands(service: Service, words: tuple[str, ...]) -> None:
+    sandbox = service.edge.make("debian", {})
+    ran = Ran("exec", "--json", sandbox.id, *words)
+    assert json.loads(ran.stdout)["stdout"] == "echo -- -x\ufffd"
 
 
 def test_exec_as_json_has_the_output_as_text(service: Service) -> None:
