@@ -162,9 +162,7 @@ class Ports:
         try:
             return await channel.open_port(port)
         except ChannelError as error:
-            raise Unavailable(
-                f"sandbox {sandbox.id}: {error.message}", reason="port_closed", errno=error.errno or None
-            ) from error
+            raise Unavailable(f"sandbox {sandbox.id}: {error.message}", reason="port_closed", errno=error.errno or None) from error
 
     async def _proxy_websocket(
         self, call: Call, socket: Socket, sandbox: Sandbox, port: int, rest: str, *, strip: frozenset[bytes]
