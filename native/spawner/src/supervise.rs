@@ -53,8 +53,11 @@ pub fn run(options: &Options) -> Result<i32, String> {
     if result.is_err() && is_first {
         supervisor.ending = Ending::Sweep;
     }
-    let removed = supervisor.take_down();
-    result.and(removed)
+    match (result, supervisor.take_down()) {
+        (Err(reason), Err(other)) => Err(format!("{reason}; and then: {other}")),
+        (Err(reason), Ok(_)) => Err(reason),
+        (Ok(()), removed) => removed,
+    }
 }
 
 /// What is to become of sandboxes, layers and scratch.
