@@ -14,7 +14,7 @@ import typer
 
 from dsec.cli import sandboxes
 from dsec.cli.output import AsJson, clock, print_json, print_table, write_all
-from dsec.cli.run import CliError, fail, with_client
+from dsec.cli.run import fail, with_client
 
 if TYPE_CHECKING:
     from libdsec import DSecClient, OutputStream, Process, Sandbox
@@ -177,13 +177,18 @@ async def _follow_to_end(process: Process, *, stdin: bool) -> int:
         finally:
             if feeding is not None:
                 feeding.cancel()
+    tell_end(result)
+    return result.exit_code
+
+
+def tell_end(result: CommandResult) -> None:
+    """Say on stderr what the exit code alone doesn't."""
     if result.start_error is not None:
-        raise CliError(result.start_error)
+        typer.echo(f"dsec: {result.start_error}", err=True)
     if result.timed_out:
         typer.echo(f"dsec: killed after its timeout ({result.duration_s:.1f} s)", err=True)
     if result.oom_killed:
         typer.echo("dsec: killed by the sandbox's memory limit", err=True)
-    return result.exit_code
 
 
 async def _feed(process: Process) -> None:

@@ -74,8 +74,7 @@ async def interact(
             raise
         finally:
             typing.cancel()
-    if result.start_error is not None:
-        raise CliError(result.start_error)
+    commands.tell_end(result)
     return result.exit_code
 
 
