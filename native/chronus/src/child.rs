@@ -15,7 +15,7 @@ use crate::users::{self, Account, Unknown};
 
 /// Where programs are looked for if the environment doesn't say.
 const DEFAULT_PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// Descriptor of a session's status pipe inside its shell: the highest that every shell can name.
+/// Descriptor of the status pipe, inside a session's shell (the highest that every shell can name) or a builtin that says when it is ready.
 pub const STATUS_FD: RawFd = 9;
 /// Where the socket stands on which a terminal is handed over, while it is needed.
 const HANDOVER_FD: RawFd = 3;
@@ -33,12 +33,8 @@ pub enum Stdio {
         stdin: Option<RawFd>,
         stdout: RawFd,
         stderr: RawFd,
-    },
-    Session {
-        stdin: RawFd,
-        stdout: RawFd,
-        stderr: RawFd,
-        status: RawFd,
+        /// Becomes [`STATUS_FD`].
+        status: Option<RawFd>,
     },
     Terminal {
         handover: RawFd,
@@ -143,43 +139,39 @@ fn duplicate(from: RawFd, to: RawFd) -> io::Result<()> {
 
 /// Puts the descriptors where they belong and closes all others.
 fn redirect(stdio: &Stdio) -> io::Result<()> {
-    let first_to_close = match *stdio {
+    match *stdio {
         Stdio::Pipes {
             stdin,
             stdout,
             stderr,
+            status,
         } => {
+            // Out of the way of what is put below.
+            // SAFETY: duplicates a descriptor of this process.
+            let status = status
+                .map(|fd| own(unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, STATUS_FD + 1) }))
+                .transpose()?;
             match stdin {
                 Some(fd) => duplicate(fd, 0)?,
                 None => duplicate(nothing()?.as_raw_fd(), 0)?,
             }
             duplicate(stdout, 1)?;
             duplicate(stderr, 2)?;
-            3
-        }
-        Stdio::Session {
-            stdin,
-            stdout,
-            stderr,
-            status,
-        } => {
-            // Out of the way of what is put at 9 below.
-            // SAFETY: duplicates a descriptor of this process.
-            let status = own(unsafe { libc::fcntl(status, libc::F_DUPFD_CLOEXEC, STATUS_FD + 1) })?;
-            duplicate(stdin, 0)?;
-            duplicate(stdout, 1)?;
-            duplicate(stderr, 2)?;
-            duplicate(status.as_raw_fd(), STATUS_FD)?;
-            close_range(3, STATUS_FD as u32 - 1)?;
-            std::mem::forget(status);
-            STATUS_FD + 1
+            match status {
+                None => close_range(3, u32::MAX),
+                Some(status) => {
+                    duplicate(status.as_raw_fd(), STATUS_FD)?;
+                    std::mem::forget(status);
+                    close_range(3, STATUS_FD as u32 - 1)?;
+                    close_range(STATUS_FD as u32 + 1, u32::MAX)
+                }
+            }
         }
         Stdio::Terminal { handover, .. } => {
             duplicate(handover, HANDOVER_FD)?;
-            HANDOVER_FD + 1
+            close_range(HANDOVER_FD as u32 + 1, u32::MAX)
         }
-    };
-    close_range(first_to_close as u32, u32::MAX)
+    }
 }
 
 /// A descriptor that is at its end: /dev/null, or an empty pipe where the sandbox has none.

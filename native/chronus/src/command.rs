@@ -103,6 +103,8 @@ pub struct Command {
     pub input: Input,
     /// Where the terminal comes from that the child is opening.
     pub handover: Option<OwnedFd>,
+    /// Closed by a builtin when it is ready; STARTED waits for that.
+    pub readiness: Option<OwnedFd>,
     /// Where the size goes that was asked for before the terminal was there.
     pub terminal_size: Option<(u16, u16)>,
     /// A tunnel's socket until it is connected.
@@ -150,6 +152,7 @@ impl Command {
             pipes: [None, None],
             input: Input::none(),
             handover: None,
+            readiness: None,
             terminal_size: None,
             connecting: None,
             subscribers: Vec::new(),

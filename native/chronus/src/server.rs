@@ -17,7 +17,7 @@ use crate::kernel::{self, errno, own, End, Poller, Token, READABLE};
 use crate::process::{self, Attempt, StartError, Starter, Status, Survivors};
 use crate::report::Stage;
 use crate::session::Sessions;
-use crate::stdio::{close_handover, take_terminal, Descriptors, Stdin};
+use crate::stdio::{close_handover, close_readiness, take_terminal, Descriptors, Stdin};
 use crate::timers::{Timer, Timers};
 use crate::tunnel;
 
@@ -154,7 +154,8 @@ impl Chronus {
             End::Stdout => command.read_output(0, hung_up, &self.poller),
             End::Stderr => command.read_output(1, hung_up, &self.poller),
             End::Terminal => take_terminal(command, &self.poller),
-            End::Stdin | End::Status => {
+            End::Status => self.announce(id),
+            End::Stdin => {
                 if command.connecting.is_some() {
                     return self.finish_connecting(id);
                 }
@@ -646,15 +647,44 @@ impl Chronus {
         if writes {
             subscriber.may_write();
         }
-        if !capture || writes {
-            let started = message::started(&command.exec_id, false, [0, 0]);
-            self.push(stream, kind::STARTED, command.pid() as u64, &started);
+        let ready = command.readiness.is_none();
+        self.adopt(command, subscriber);
+        if ready && (!capture || writes) {
+            self.push_started(id, stream);
         }
         if writes {
             self.push(stream, kind::STDIN_CREDIT, INITIAL_CREDIT, b"");
         }
-        self.adopt(command, subscriber);
         self.settle(id);
+    }
+
+    fn push_started(&mut self, id: u64, stream: u32) {
+        let Some(command) = self.commands.get(&id) else {
+            return;
+        };
+        let started = message::started(&command.exec_id, false, [0, 0]);
+        let pid = u64::try_from(command.pid()).unwrap_or(0);
+        self.push(stream, kind::STARTED, pid, &started);
+    }
+
+    /// A builtin has closed its readiness pipe: it is ready, or dead.
+    fn announce(&mut self, id: u64) {
+        let Some(command) = self.commands.get_mut(&id) else {
+            return;
+        };
+        if command.readiness.is_none() {
+            return;
+        }
+        close_readiness(command, &self.poller);
+        let followers: Vec<u32> = command
+            .subscribers
+            .iter()
+            .filter(|subscriber| !subscriber.whole)
+            .map(|subscriber| subscriber.stream)
+            .collect();
+        for stream in followers {
+            self.push_started(id, stream);
+        }
     }
 
     /// Starts a command's process, or leaves in the command why it could not be.
@@ -666,9 +696,10 @@ impl Chronus {
         stdin: &Stdin<'_>,
         terminal: Option<(u16, u16)>,
     ) {
+        let announces = matches!(&program, Program::Builtin(name, _) if builtin::announces(name));
         let prepared = match terminal {
             Some(size) => Descriptors::terminal(size),
-            None => Descriptors::pipes(stdin),
+            None => Descriptors::pipes(stdin, announces),
         };
         let attempt = Attempt::new(
             command.argv.first().map_or(b"", Vec::as_slice),
@@ -802,6 +833,7 @@ impl Chronus {
     }
 
     fn leader_died(&mut self, id: u64, status: Status) {
+        self.announce(id);
         let Some(command) = self.commands.get_mut(&id) else {
             return;
         };
@@ -876,6 +908,7 @@ impl Chronus {
         command.close_output(1, &self.poller);
         command.close_input(&self.poller);
         close_handover(&mut command, &self.poller);
+        close_readiness(&mut command, &self.poller);
         tunnel::give_up(&mut command, &self.poller);
         self.timers.cancel(command.timeout);
         self.timers.cancel(command.drain);

@@ -299,11 +299,11 @@ impl Chronus {
             cwd: &attempt.cwd,
             env: &env as &Env,
             no_new_privs: request.no_new_privs,
-            stdio: Stdio::Session {
-                stdin: their_control.as_raw_fd(),
+            stdio: Stdio::Pipes {
+                stdin: Some(their_control.as_raw_fd()),
                 stdout: their_stdout.as_raw_fd(),
                 stderr: their_stderr.as_raw_fd(),
-                status: their_status.as_raw_fd(),
+                status: Some(their_status.as_raw_fd()),
             },
             strict,
         });

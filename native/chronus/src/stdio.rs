@@ -24,6 +24,7 @@ enum Theirs {
         stdin: Option<OwnedFd>,
         stdout: OwnedFd,
         stderr: OwnedFd,
+        readiness: Option<OwnedFd>,
     },
     Terminal {
         handover: OwnedFd,
@@ -38,6 +39,7 @@ enum Ours {
         stdin: Option<OwnedFd>,
         stdout: OwnedFd,
         stderr: OwnedFd,
+        readiness: Option<OwnedFd>,
     },
     Terminal {
         handover: OwnedFd,
@@ -50,10 +52,15 @@ pub struct Descriptors {
 }
 
 impl Descriptors {
-    pub fn pipes(stdin: &Stdin<'_>) -> io::Result<Descriptors> {
+    /// Pipes; with `readiness` one more, which a builtin closes when it is ready.
+    pub fn pipes(stdin: &Stdin<'_>, readiness: bool) -> io::Result<Descriptors> {
         let (their_stdin, our_stdin) = match stdin.kind {
             STDIN_NONE => (None, None),
             _ => kernel::pipe().map(|(reader, writer)| (Some(reader), Some(writer)))?,
+        };
+        let (our_readiness, their_readiness) = match readiness {
+            false => (None, None),
+            true => kernel::pipe().map(|(reader, writer)| (Some(reader), Some(writer)))?,
         };
         let (our_stdout, their_stdout) = kernel::pipe()?;
         let (our_stderr, their_stderr) = kernel::pipe()?;
@@ -68,11 +75,13 @@ impl Descriptors {
                 stdin: their_stdin,
                 stdout: their_stdout,
                 stderr: their_stderr,
+                readiness: their_readiness,
             },
             ours: Ours::Pipes {
                 stdin: our_stdin,
                 stdout: our_stdout,
                 stderr: our_stderr,
+                readiness: our_readiness,
             },
         })
     }
@@ -96,10 +105,12 @@ impl Descriptors {
                 stdin,
                 stdout,
                 stderr,
+                readiness,
             } => Stdio::Pipes {
                 stdin: stdin.as_ref().map(AsRawFd::as_raw_fd),
                 stdout: stdout.as_raw_fd(),
                 stderr: stderr.as_raw_fd(),
+                status: readiness.as_ref().map(AsRawFd::as_raw_fd),
             },
             Theirs::Terminal {
                 handover,
@@ -120,9 +131,16 @@ impl Descriptors {
                 stdin,
                 stdout,
                 stderr,
+                readiness,
             } => {
                 command.pipes = [Some(stdout), Some(stderr)];
                 command.input = stdin.map_or_else(Input::none, |fd| Input::new(fd, Kind::Pipe));
+                if let Some(readiness) = readiness {
+                    let token = Token::Command(command.id, End::Status);
+                    if poller.add(readiness.as_raw_fd(), token, READABLE).is_ok() {
+                        command.readiness = Some(readiness);
+                    }
+                }
             }
             Ours::Terminal { handover } => {
                 command.input = if stdin.kind == STDIN_NONE {
@@ -176,5 +194,11 @@ pub fn take_terminal(command: &mut Command, poller: &Poller) {
 pub fn close_handover(command: &mut Command, poller: &Poller) {
     if let Some(handover) = command.handover.take() {
         poller.remove(handover.as_raw_fd());
+    }
+}
+
+pub fn close_readiness(command: &mut Command, poller: &Poller) {
+    if let Some(readiness) = command.readiness.take() {
+        poller.remove(readiness.as_raw_fd());
     }
 }

@@ -18,6 +18,7 @@ use std::os::fd::FromRawFd;
 use wire::message::BuiltinArgs;
 use wire::value::Writer;
 
+use crate::child::STATUS_FD;
 use crate::kernel::{describe, errno};
 
 /// Why a builtin failed: an error number and what it was about.
@@ -81,6 +82,17 @@ const BUILTINS: &[(&str, Builtin)] = &[
 
 pub fn exists(name: &str) -> bool {
     find(name).is_some()
+}
+
+/// True for a builtin that says when it is ready, by [`ready`].
+pub fn announces(name: &str) -> bool {
+    name == "watch"
+}
+
+/// Tells chronus that this builtin is ready.
+fn ready() {
+    // SAFETY: closes the status pipe, which nothing else in this child knows.
+    unsafe { libc::close(STATUS_FD) };
 }
 
 fn find(name: &str) -> Option<Builtin> {

@@ -99,7 +99,7 @@ fn open(
 /// Opens a directory below `top`, by way of directories only. Symlinks in between are ELOOP, ways out EXDEV.
 fn open_beneath(top: RawFd, name: &CStr) -> io::Result<OwnedFd> {
     let how = OpenHow {
-        flags: (libc::O_PATH | libc::O_DIRECTORY | libc::O_NOFOLLOW | libc::O_CLOEXEC) as u64,
+        flags: (libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC) as u64,
         mode: 0,
         resolve: RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS,
     };

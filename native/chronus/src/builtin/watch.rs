@@ -11,7 +11,7 @@ use wire::message::BuiltinArgs;
 use wire::value::Writer;
 
 use super::files::path;
-use super::{stdout, tree, Failure, Result};
+use super::{ready, stdout, tree, Failure, Result};
 use crate::kernel::{self, check, own};
 
 /// Directories watched at most; beyond that an overflow is reported, once.
@@ -27,7 +27,8 @@ const MASK: u32 = libc::IN_CREATE
     | libc::IN_DELETE_SELF
     | libc::IN_MOVE_SELF;
 
-/// `watch`: a sequence of maps {type, path}.
+/// `watch`: a sequence of maps {type, path}. Once it has said that it is ready nothing is missed in
+/// directories that exist; what happens in a new one before it is watched too shows as what is found there.
 pub fn watch(arguments: &BuiltinArgs) -> Result<()> {
     // SAFETY: makes a descriptor.
     let inotify = own(unsafe { libc::inotify_init1(libc::IN_CLOEXEC) })
@@ -44,6 +45,7 @@ pub fn watch(arguments: &BuiltinArgs) -> Result<()> {
     if arguments.recursive {
         watcher.descend(path(&arguments.path), false)?;
     }
+    ready();
     let mut buffer = vec![0; EVENT_BUFFER];
     while !watcher.watched.is_empty() {
         let count = kernel::read(watcher.inotify.as_raw_fd(), &mut buffer)?;
