@@ -73,10 +73,10 @@ class Images:
         ``progress``: called with what is being done and the bytes that have been received.
 
         Directories keep owners (as numbers), modes, times, hardlinks, devices and the xattrs ``user.*`` and ``security.capability``; holes
-        are sent as zeros. Raises ImageError for an archive that is broken, hostile or of an unknown kind, InvalidArgument for a name or an argument
-        that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, OSError for a source that
-        can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. Calling it again after success makes
-        another version.
+        are sent as zeros. Raises ImageError for an archive that is broken, hostile or of an unknown kind, InvalidArgument for a name or an
+        argument that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, OSError for a
+        source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. Calling it again after
+        success makes another version.
         """
         stream, format = _open_source(os.fspath(source), format)
         query = {"name": name, "kind": kind, "at": at, "format": format}
