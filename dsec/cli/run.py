@@ -84,6 +84,7 @@ def _with_advice(error: DSecError) -> str:
         errors.Unavailable: "is the service running? `dsec up` starts it, DSEC_URL names another",
         errors.SandboxFailed: "`dsec debug SANDBOX` tells more",
     }
-    hint = next((text for kind, text in advice.items() if isinstance(error, kind)), None)
+    # Not where the message already names a command that helps.
+    hint = None if "`dsec " in error.message else next((text for kind, text in advice.items() if isinstance(error, kind)), None)
     wait = f" (try again in {error.retry_after:g} s)" if error.retry_after else ""
     return f"{error.message}{wait}" + (f"; {hint}" if hint else "")
