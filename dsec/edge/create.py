@@ -35,11 +35,11 @@ class Creation:
             check_seconds("timeout_s", timeout_s)
         deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         batch = _Batch(self._sandboxes, call, items, deadline, self._count)
-        self._sandboxes.slots.enqueue(len(items))
+        self._sandboxes.starts.slots.enqueue(len(items))
         try:
             await batch.run()
         finally:
-            self._sandboxes.slots.dequeue(len(items))
+            self._sandboxes.starts.slots.dequeue(len(items))
 
 
 def plan(request: CreateRequest, header_key: bytes | None) -> list[RunArgs]:
@@ -102,7 +102,7 @@ class _Batch:
         queue = enumerate(self._items)
         loop = asyncio.get_running_loop()
         watching = loop.create_task(self._watch_client())
-        workers = [loop.create_task(self._work(queue)) for _ in range(min(len(self._items), self._sandboxes.slots.slots))]
+        workers = [loop.create_task(self._work(queue)) for _ in range(min(len(self._items), self._sandboxes.starts.slots.slots))]
         try:
             while self._left and not self._gone:
                 await self._news.wait()

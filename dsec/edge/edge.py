@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from dsec.edge import node
+from dsec.edge.agents import ConnectChannel, connect_channel
 from dsec.edge.cgroups import Cgroups
 from dsec.edge.config import EdgeConfig
 from dsec.edge.create import Creation
@@ -17,8 +18,9 @@ from dsec.edge.info import Information
 from dsec.edge.metrics import EdgeMetrics
 from dsec.edge.ports import Ports, PortSigner
 from dsec.edge.routes import EdgeApp, PortsApp, routes
-from dsec.edge.sandboxes import ConnectChannel, ConnectSpawner, Resolver, Sandboxes, connect_channel
+from dsec.edge.sandboxes import ConnectSpawner, Sandboxes
 from dsec.edge.spawner import Spawner
+from dsec.edge.starts import Resolver
 from libdsec.schema import NodeInfo
 
 
@@ -47,7 +49,7 @@ class Edge:
             cgroups=cgroups,
         )
         self.metrics = EdgeMetrics(registry, self.node_info)
-        self.sandboxes.create_seconds = self.metrics.observe_create
+        self.sandboxes.starts.observe = self.metrics.observe_create
         ports = Ports(self.sandboxes, PortSigner.from_file(config.state_dir / "ports.key"))
         table = routes(
             Information(self.sandboxes),
@@ -69,7 +71,7 @@ class Edge:
 
     def node_info(self) -> NodeInfo:
         """This node, now."""
-        facts = self.sandboxes.facts
+        facts = self.sandboxes.inventory.facts
         return NodeInfo(
             edge=self.config.edge_id,
             kernel=facts.kernel,
@@ -84,7 +86,7 @@ class Edge:
 
     def in_use(self) -> set[str]:
         """Metadata digests of the layers that live sandboxes hold, as the image store writes them."""
-        return self.sandboxes.layers.in_use()
+        return self.sandboxes.inventory.layers.in_use()
 
     async def _connect_spawner(self, on_exited: Callable[[str, int], None], on_reconnected: Callable[[], None]) -> Spawner:
         return await Spawner.connect(str(self.config.spawner_socket), on_exited=on_exited, on_reconnected=on_reconnected)

@@ -63,7 +63,7 @@ class Commands:
         """POST …/exec"""
         request = await _exec_body.read(call)
         start = self._start_of(sandbox, request, call.header(b"idempotency-key"))
-        channel = sandbox.channel or await self._sandboxes.channel(sandbox)
+        channel = sandbox.channel or await self._sandboxes.agents.channel(sandbox)
         entry = CommandEntry(exec_id=start.exec_id, command=_shown(request.argv, request.command), started_at=self._clock.wall())
         sandbox.command_started(entry)
         if request.mode == "start":
@@ -79,7 +79,7 @@ class Commands:
         """POST …/shell"""
         request = await _shell_body.read(call)
         shell = self._shell_of(sandbox, request)
-        channel = sandbox.channel or await self._sandboxes.channel(sandbox)
+        channel = sandbox.channel or await self._sandboxes.agents.channel(sandbox)
         entry = CommandEntry(exec_id=shell.exec_id, command=shorten(request.command), started_at=self._clock.wall())
         sandbox.command_started(entry)
         begun = self._clock.monotonic()
@@ -92,7 +92,7 @@ class Commands:
         """DELETE …/shell/{session}"""
         session = call.names[0]
         check_session(session)
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         await channel.close_session(session)
         await call.reply_empty()
 
@@ -100,12 +100,12 @@ class Commands:
 
     async def list(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/exec"""
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         await call.reply([_process_info(entry) for entry in await channel.list()])
 
     async def show(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/exec/{exec_id}"""
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         for entry in await channel.list():
             if entry.exec_id == call.names[0]:
                 await call.reply(_process_info(entry))
@@ -116,7 +116,7 @@ class Commands:
         """GET …/exec/{exec_id}/wait"""
         exec_id = _exec_id(call)
         timeout_s = _seconds(call, "timeout_s")
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         stream = await channel.attach(exec_id)
         try:
             async with asyncio.timeout(timeout_s), call.until_disconnect():
@@ -137,14 +137,14 @@ class Commands:
     async def stdout(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/exec/{exec_id}/stdout"""
         offset = call.integer("from_offset", 0)
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         stream = await channel.attach(_exec_id(call), stdout_from=offset)
         await self._pass_output(call, stream, stream.stdout_from)
 
     async def stderr(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/exec/{exec_id}/stderr"""
         offset = call.integer("from_offset", 0)
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         stream = await channel.attach(_exec_id(call), stderr_from=offset)
         await self._pass_output(call, stream, stream.stderr_from)
 
@@ -160,7 +160,7 @@ class Commands:
 
     async def stdin(self, call: Call, sandbox: Sandbox) -> None:
         """PUT …/exec/{exec_id}/stdin"""
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         stream = await channel.attach(_exec_id(call), stdin=True)
         try:
             async for chunk in call.chunks():
@@ -177,7 +177,7 @@ class Commands:
         number = _signal_number(request.signal)
         if request.tree and number != signals.SIGKILL:
             raise InvalidArgument("only KILL reaches the whole tree", field="tree")
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         await channel.signal(_exec_id(call), number, tree=request.tree)
         await call.reply_empty()
 
@@ -185,7 +185,7 @@ class Commands:
         """POST …/exec/{exec_id}/resize"""
         size = await _size_body.read(call)
         _check_size(size)
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         await channel.resize(_exec_id(call), size.rows, size.cols)
         await call.reply_empty()
 
@@ -193,7 +193,7 @@ class Commands:
         """WS …/exec/{exec_id}/attach"""
         exec_id = _exec_id(call)
         stdout_from, stderr_from = call.integer("stdout_from", 0), call.integer("stderr_from", 0)
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         stream = await channel.attach(exec_id, stdout_from=stdout_from, stderr_from=stderr_from, stdin=True)
         try:
             await socket.accept()
@@ -229,7 +229,7 @@ class Commands:
         def ended(exit: Exit) -> None:
             self._note_end(sandbox, exit, entry, begun)
 
-        self._sandboxes.follow(sandbox, stream, ended)
+        self._sandboxes.agents.follow(sandbox, stream, ended)
         if request.stdin is not None and start.stdin == STREAM_STDIN:
             await _feed(stream, request.stdin)
         argv = [arg.decode("utf-8", "replace") for arg in start.argv or ()]

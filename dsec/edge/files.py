@@ -84,7 +84,7 @@ class Files:
         path, user = _path(call), _user(call, sandbox)
         length = call.integer("length", -1) if call.query("length") is not None else None
         args: dict[str, object] = {"path": path, "offset": call.integer("offset", 0), "length": length}
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         async with _builtin(channel, "read", args, user) as reading:
             # The first piece comes before the answer begins: an error is then still an error.
             piece = await reading.next()
@@ -106,7 +106,7 @@ class Files:
             "parents": call.flag("parents", True),
             "exclusive": call.flag("exclusive"),
         }
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         length = call.header(b"content-length")
         if length is not None and int(length) <= INLINE_STDIN_MAX:
             await self._run(channel, "write", args, user, await call.body())
@@ -116,7 +116,7 @@ class Files:
 
     async def stat(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/files/stat"""
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         found = await self._stat(channel, _path(call), _user(call, sandbox), follow=call.flag("follow"))
         await call.reply(found.info())
 
@@ -131,7 +131,7 @@ class Files:
         """GET …/files/watch"""
         path = _path(call)
         # What can't be watched is refused before the answer begins.
-        await self._stat(await self._sandboxes.channel(sandbox), path, _user(call, sandbox), follow=True)
+        await self._stat(await self._sandboxes.agents.channel(sandbox), path, _user(call, sandbox), follow=True)
         args: dict[str, object] = {"path": path, "recursive": call.flag("recursive")}
         await self._pass_sequence(call, sandbox, "watch", args, Sequence(_EventMap))
 
@@ -165,7 +165,7 @@ class Files:
 
     async def tar_out(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/files/tar"""
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         async with _builtin(channel, "tar_out", {"path": _path(call), "name": call.query("name")}, _user(call, sandbox)) as reading:
             piece = await reading.next()
             await call.begin(b"application/x-tar")
@@ -177,13 +177,13 @@ class Files:
 
     async def tar_in(self, call: Call, sandbox: Sandbox) -> None:
         """PUT …/files/tar"""
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         args: dict[str, object] = {"path": _path(call), "parents": call.flag("parents", True)}
         answer = await self._put(call, channel, "tar_in", args, _user(call, sandbox))
         await call.reply(_tar_summary.decode(answer))
 
     async def _do(self, call: Call, sandbox: Sandbox, name: str, args: dict[str, object]) -> None:
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         await self._run(channel, name, args, _user(call, sandbox))
         await call.reply_empty()
 
@@ -216,7 +216,7 @@ class Files:
         """Streams what a builtin finds, one value a line (or one msgpack value after the other)."""
         msgpack = call.accepts_msgpack() and NDJSON not in (call.header(b"accept") or b"")
         encode, tail = (_to_msgpack, b"") if msgpack else (_to_json, b"\n")
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         async with _builtin(channel, name, args, _user(call, sandbox)) as reading:
             # A watch may have nothing to tell for long: its answer begins at once.
             piece = b"" if name == "watch" else await reading.next()

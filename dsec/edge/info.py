@@ -92,7 +92,7 @@ class Information:
         """GET …/metrics"""
         record = sandbox.record
         used = self._sandboxes.cgroups.usage(sandbox.id)
-        disk = await self._sandboxes.spawner.usage([sandbox.id])
+        disk = await self._sandboxes.inventory.spawner.usage([sandbox.id])
         await call.reply(
             Metrics(
                 at=self._sandboxes.clock.wall(),
@@ -130,7 +130,7 @@ class Information:
 
     async def processes(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/processes"""
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         start = Start(exec_id=new_exec_id(), builtin="processes", args={}, user="root", max_output=PROCESSES_MAX_BYTES)
         exit = await channel.run(start)
         if exit.exit_code != 0:
@@ -139,7 +139,7 @@ class Information:
 
     async def diff(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/diff"""
-        await _send_lines(call, await self._sandboxes.spawner.diff(sandbox.id, call.integer("limit", DIFF_LIMIT, least=1)))
+        await _send_lines(call, await self._sandboxes.inventory.spawner.diff(sandbox.id, call.integer("limit", DIFF_LIMIT, least=1)))
 
 
 async def _send_lines(call: Call, values: tuple[SandboxEvent, ...] | list[SandboxEvent] | list[DiffEntry]) -> None:

@@ -104,7 +104,7 @@ class Ports:
     async def tcp(self, call: Call, socket: Socket, sandbox: Sandbox) -> None:
         """WS …/tcp/{port}"""
         port = parse_port(call.names[0])
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         await socket.accept()
         stream = await channel.open_port(port)
         try:
@@ -158,7 +158,7 @@ class Ports:
             await call.end()
 
     async def _open(self, sandbox: Sandbox, port: int) -> Stream:
-        channel = await self._sandboxes.channel(sandbox)
+        channel = await self._sandboxes.agents.channel(sandbox)
         try:
             return await channel.open_port(port)
         except ChannelError as error:

@@ -151,7 +151,7 @@ class EdgeApp:
         try:
             await self._handle(call, socket, route, found)
         except ChannelLost as error:
-            raise await self._sandboxes.verdict(found) from error
+            raise await self._sandboxes.agents.verdict(found) from error
         finally:
             found.end_use(self._clock.monotonic())
 
@@ -167,7 +167,7 @@ class EdgeApp:
         """What a sandbox that has ended still answers: its record to those who ask for that."""
         record = found if isinstance(found, Record) else found.record
         if route.on_record is None or (not takes(record.state, route.kind)):
-            raise self._sandboxes.refuse(found) if isinstance(found, Sandbox) else refusal(record)
+            raise refusal(record)
         await route.on_record(call, found)
 
     def _find(self, scope: Scope) -> tuple[Route, list[str]]:
@@ -231,7 +231,7 @@ class PortsApp:
         if sandbox is None:
             raise NotFound("there is nothing here")
         if not takes(sandbox.state, "use"):
-            raise self._sandboxes.refuse(sandbox)
+            raise refusal(sandbox.record)
         clock = self._sandboxes.clock
         sandbox.begin_use(clock.monotonic())
         try:
@@ -240,7 +240,7 @@ class PortsApp:
             else:
                 await self._ports.signed_websocket(call, socket, names, sandbox)
         except ChannelLost as error:
-            raise await self._sandboxes.verdict(sandbox) from error
+            raise await self._sandboxes.agents.verdict(sandbox) from error
         finally:
             sandbox.end_use(clock.monotonic())
 

@@ -10,7 +10,7 @@ from dsec.edge.commands import COMMANDS_MAX, CommandEntry
 from dsec.edge.events import EventLog
 from dsec.edge.record import Record
 from dsec.edge.states import Step, Writer, check_transition
-from libdsec.errors import DSecError, SandboxFailed, SandboxGone
+from libdsec.errors import Conflict, DSecError, SandboxFailed, SandboxGone
 from libdsec.schema import SandboxEvent, State
 
 if TYPE_CHECKING:
@@ -95,6 +95,12 @@ class Sandbox:
         self.busy -= 1
         self.last_used = now
 
+    def close_channel(self) -> None:
+        """Lets go of the agent; what waits for it fails with ChannelLost."""
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
+
     def touch(self, now: float) -> None:
         """The sandbox was used until now."""
         self.last_used = now
@@ -144,7 +150,9 @@ def os_encode(text: str) -> bytes:
 
 
 def refusal(record: Record) -> DSecError:
-    """The error for a call that a sandbox in this state doesn't take because it has ended, or is ending."""
+    """The error for a call that a sandbox in this state doesn't take."""
+    if record.state in ("creating", "running", "pausing", "paused", "resuming"):
+        return Conflict(f"sandbox {record.id} is {record.state}", retry_after=0.5)
     if record.state in ("failed", "lost"):
         reason = record.reason or record.state
         return SandboxFailed(

@@ -77,7 +77,7 @@ class TestCreate:
         with pytest.raises(ImageNotFound):
             await edge.sandboxes.create("p", DSecContainerRunArgs(container_image="nope"), None)
         assert nothing_left(edge, node)
-        assert edge.sandboxes.slots.starting == 0
+        assert edge.sandboxes.starts.slots.starting == 0
 
     async def test_a_refusal_of_the_spawner_leaves_nothing(self, edge: Edge, node: Node) -> None:
         node.fail_create.append(SpawnerError("image_error", "the layer is broken"))
@@ -105,7 +105,7 @@ class TestCreate:
             creating = [asyncio.ensure_future(create(edge)) for _ in range(10)]
             await node.creating.wait()
             await asyncio.sleep(0.02)
-            assert edge.sandboxes.slots.starting == 3
+            assert edge.sandboxes.starts.slots.starting == 3
             node.gate.set()
             assert len({info.id for info in await asyncio.gather(*creating)}) == 10
 
@@ -116,6 +116,17 @@ class TestCreate:
         node.gate.set()
         await eventually(lambda: nothing_left(edge, node))
         assert (await create(edge, idempotency_key="k")).state == "running"
+
+    async def test_a_repeated_call_waits_until_the_one_taken_back_is_gone(self, edge: Edge, node: Node) -> None:
+        node.gate = asyncio.Event()
+        with pytest.raises(DeadlineExceeded):
+            await edge.sandboxes.create("p", args(idempotency_key="k"), asyncio.get_running_loop().time() + 0.02)
+        again = asyncio.ensure_future(create(edge, idempotency_key="k"))
+        await asyncio.sleep(0.01)
+        assert not again.done()
+        node.gate.set()
+        assert (await again).state == "running"
+        assert len(node.kernel) == 1
 
 
 class TestIdempotency:
@@ -179,7 +190,7 @@ class TestStop:
         node.gate = asyncio.Event()
         creating = asyncio.ensure_future(create(edge))
         await node.creating.wait()
-        sandbox_id = next(iter(edge.sandboxes._by_id))
+        sandbox_id = next(iter(edge.sandboxes.inventory)).id
         sandbox = edge.sandboxes.live(sandbox_id)
         assert sandbox is not None
         stopping = asyncio.ensure_future(edge.sandboxes.stop(sandbox, "stopped by request"))
@@ -197,7 +208,7 @@ class TestStop:
         with pytest.raises(Unavailable):
             await stop(edge, info)
         assert edge.sandboxes.counts() == {"stopping": 1}
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert nothing_left(edge, node)
 
     async def test_a_stop_can_be_repeated_after_it_failed(self, edge: Edge, node: Node) -> None:
@@ -351,7 +362,7 @@ class TestRestart:
         sandbox = first.sandboxes.live(info.id)
         assert sandbox is not None
         sandbox.become("stopping", "stop", 1.0, "stopped by request")
-        await first.sandboxes._journal.update(sandbox.record)
+        await first.sandboxes.inventory.journal.update(sandbox.record)
         await first.close()
         async with open_edge(node, tmp_path) as edge:
             assert nothing_left(edge, node)
@@ -393,7 +404,7 @@ class TestLifetimes:
 
     async def go(self, edge: Edge, clock: FakeClock, seconds: float) -> None:
         clock.now += seconds
-        edge.sandboxes.expire()
+        edge.sandboxes.lifetimes.expire()
         await eventually(lambda: set(edge.sandboxes.counts()) <= {"running"})
 
     async def test_an_idle_sandbox_is_stopped(self, edge: Edge, node: Node, clock: FakeClock) -> None:
@@ -481,23 +492,23 @@ class TestLifetimes:
     async def test_an_idle_layer_is_unmounted_after_a_while(self, edge: Edge, node: Node, clock: FakeClock) -> None:
         info = await create(edge)
         clock.now += 10_000
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert node.mounted
         await stop(edge, info)
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert node.mounted
         clock.now += 601
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert not node.mounted
 
     async def test_records_are_gone_after_a_day(self, edge: Edge, clock: FakeClock) -> None:
         info = await create(edge)
         await stop(edge, info)
         clock.now += 86_300
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert (await Client(edge)("GET", f"/v1/sandboxes/{info.id}")).error() == "410 sandbox_gone"
         clock.now += 200
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert (await Client(edge)("GET", f"/v1/sandboxes/{info.id}")).error() == "404 sandbox_not_found"
 
 
@@ -506,16 +517,16 @@ class TestSweep:
         node.gate = asyncio.Event()
         creating = asyncio.ensure_future(create(edge))
         await node.creating.wait()
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         node.gate.set()
         assert (await creating).state == "running"
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert edge.sandboxes.counts() == {"running": 1}
 
     async def test_a_part_that_fails_does_not_keep_the_others_from_their_work(self, edge: Edge, node: Node) -> None:
         node.make("sb-e1-unknown")
         node.fail_kill.append(SpawnerError("internal", "no"))
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert node.kernel
-        await edge.sandboxes.sweep()
+        await edge.sandboxes.sweep.round()
         assert not node.kernel

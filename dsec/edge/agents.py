@@ -1,0 +1,182 @@
+"""The agents (chronus) inside the sandboxes as the edge sees them: connecting, noticing that one broke, following what runs in it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import os
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from dsec.edge.channel import Channel, ChannelError, ChannelLost, Exit, Start, Stream
+from dsec.edge.commands import CommandEntry, shorten
+from dsec.edge.endings import Endings
+from dsec.edge.failures import of_builtin
+from dsec.edge.ids import new_exec_id
+from dsec.edge.inventory import Inventory
+from dsec.edge.sandbox import Sandbox, os_encode, refusal
+from dsec.edge.states import takes
+from libdsec.errors import DSecError, Unavailable
+
+_log = structlog.get_logger("dsec.edge")
+
+CONNECT_TIMEOUT_S = 10.0
+"""For the first connection to an agent; it listens before the spawner answers."""
+RECONNECT_TIMEOUT_S = 3.0
+"""For a connection to an agent that was there a moment ago."""
+STATUS_WAIT_S = 1.0
+"""How long a broken channel waits for the spawner to tell how the agent ended."""
+
+ConnectChannel = Callable[[str, Callable[[ChannelLost], None], float], Awaitable[Channel]]
+
+
+async def connect_channel(path: str, on_lost: Callable[[ChannelLost], None], timeout_s: float) -> Channel:
+    """The real :data:`ConnectChannel`."""
+    return await Channel.connect(path, on_lost=on_lost, timeout_s=timeout_s)
+
+
+class Agents:
+    """The channels to all agents of an edge."""
+
+    def __init__(self, inventory: Inventory, endings: Endings, connect: ConnectChannel) -> None:
+        self._inventory = inventory
+        self._endings = endings
+        self._connect = connect
+
+    # --- connecting
+
+    async def connect(self, sandbox: Sandbox, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Connects to a sandbox's agent. Raises ChannelLost."""
+        sandbox.channel = await self._connect(sandbox.record.socket, functools.partial(self._on_lost, sandbox), timeout_s)
+
+    async def channel(self, sandbox: Sandbox) -> Channel:
+        """The channel of a sandbox that takes calls. Raises SandboxFailed, SandboxGone, Conflict."""
+        while True:
+            if not takes(sandbox.state, "use"):
+                raise refusal(sandbox.record)
+            if sandbox.channel is not None:
+                return sandbox.channel
+            if sandbox.settling is None:
+                raise Unavailable(f"sandbox {sandbox.id} is being connected", retry_after=0.2)
+            await asyncio.wait([sandbox.settling])
+
+    async def verdict(self, sandbox: Sandbox) -> DSecError:
+        """What a channel that broke under a request means for the caller."""
+        if self._inventory.closing:
+            return Unavailable("the edge is being restarted; the command goes on: repeat the call with the same exec_id", retry_after=0.5)
+        if sandbox.settling is not None:
+            await asyncio.wait([sandbox.settling])
+        if sandbox.state == "running":
+            message = f"the connection to sandbox {sandbox.id} broke and is back; repeat the call with the same exec_id"
+            return Unavailable(message, retry_after=0.1)
+        return refusal(sandbox.record)
+
+    async def make_workdir(self, sandbox: Sandbox) -> None:
+        """Makes the working directory if it is missing, for the user that commands run as. Raises what the file operation raises."""
+        record = sandbox.record
+        if record.workdir == "/":
+            return
+        path = os_encode(record.workdir)
+        try:
+            try:
+                await _builtin(sandbox, "mkdir", {"path": path, "parents": False, "mode": 0o755})
+            except DSecError as error:
+                if error.errno == errno.EEXIST:
+                    return
+                await _builtin(sandbox, "mkdir", {"path": path, "parents": True, "mode": 0o755})
+            if record.init_user != "root":
+                await _builtin(sandbox, "chown", {"path": path, "owner": record.init_user})
+        except DSecError as error:
+            error.field = error.field or "workdir"
+            raise
+
+    # --- breaking
+
+    def on_exited(self, sandbox_id: str, status: int) -> None:
+        """The spawner says that an agent is dead; ``status`` is its wait status."""
+        sandbox = self._inventory.get(sandbox_id)
+        if sandbox is None or self._inventory.closing:
+            return
+        if sandbox.dead is not None and not sandbox.dead.done():
+            sandbox.dead.set_result(status)
+        elif sandbox.state == "running" and sandbox.settling is None:
+            self._endings.fail(sandbox, _how_it_ended(status))
+
+    def _on_lost(self, sandbox: Sandbox, lost: ChannelLost) -> None:
+        sandbox.channel = None
+        if sandbox.state == "running" and not self._inventory.closing and sandbox.settling is None:
+            sandbox.dead = asyncio.get_running_loop().create_future()
+            sandbox.settling = self._inventory.tasks.start(self._settle(sandbox, lost), f"settle {sandbox.id}")
+
+    async def _settle(self, sandbox: Sandbox, lost: ChannelLost) -> None:
+        """A channel broke: is the agent still there? Then it is connected again; else the sandbox has failed."""
+        try:
+            if await self._reconnected(sandbox):
+                sandbox.note(self._inventory.clock.wall(), "channel", f"the channel broke ({lost}) and was made again")
+                return
+            assert sandbox.dead is not None
+            try:
+                async with asyncio.timeout(STATUS_WAIT_S):
+                    reason = _how_it_ended(await sandbox.dead)
+            except TimeoutError:
+                reason = f"the channel to its agent broke and can't be made again: {lost}"
+        finally:
+            sandbox.settling = None
+            sandbox.dead = None
+        if sandbox.state == "running":
+            self._endings.fail(sandbox, reason)
+
+    async def _reconnected(self, sandbox: Sandbox) -> bool:
+        try:
+            await self.connect(sandbox, RECONNECT_TIMEOUT_S)
+        except (ChannelLost, ChannelError, OSError, TimeoutError):
+            return False
+        if sandbox.state == "running":
+            await self.follow_running(sandbox)
+        else:
+            sandbox.close_channel()
+        return True
+
+    # --- following
+
+    def follow(self, sandbox: Sandbox, stream: Stream, ended: Callable[[Exit], None]) -> None:
+        """Watches a started command to its end, for the idle rule, and hands its exit to ``ended``."""
+        self._inventory.tasks.start(self._follow(sandbox, stream, ended), f"follow {stream.exec_id}")
+
+    async def _follow(self, sandbox: Sandbox, stream: Stream, ended: Callable[[Exit], None]) -> None:
+        try:
+            ended(await stream.wait())
+        except (ChannelLost, ChannelError):
+            return  # whoever watches the channel settles what that means
+        finally:
+            sandbox.touch(self._inventory.clock.monotonic())
+
+    async def follow_running(self, sandbox: Sandbox) -> None:
+        """After a new connection: watches the commands that run since before."""
+        channel = sandbox.channel
+        if channel is None or not channel.running:
+            return
+        try:
+            for entry in await channel.list():
+                if not entry.running:
+                    continue
+                command = shorten(b" ".join(entry.argv).decode("utf-8", "replace"))
+                sandbox.command_started(CommandEntry(exec_id=entry.exec_id, command=command, started_at=entry.started_ms / 1000))
+                self.follow(sandbox, await channel.attach(entry.exec_id), lambda exit: None)
+        except (ChannelLost, ChannelError) as error:
+            _log.info("running commands can't be followed", sandbox=sandbox.id, error=str(error))
+
+
+async def _builtin(sandbox: Sandbox, name: str, args: dict[str, object]) -> None:
+    if sandbox.channel is None:
+        raise ChannelLost("it ended while its working directory was being made")
+    exit = await sandbox.channel.run(Start(exec_id=new_exec_id(), builtin=name, args=args, user="root"))
+    if exit.exit_code != 0:
+        raise of_builtin(exit, name)
+
+
+def _how_it_ended(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status) if status >= 0 else status
+    return f"its agent was killed by signal {-code}" if code < 0 else f"its agent ended with exit code {code}"

@@ -1,0 +1,306 @@
+"""How sandboxes come to be: admission, idempotency keys, the journal before the act, and what a start that fails leaves: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from dsec.edge import node
+from dsec.edge.admission import Limits, NodeLoad, NodeSize, admit, clamp
+from dsec.edge.agents import Agents
+from dsec.edge.channel import ChannelError, ChannelLost
+from dsec.edge.endings import SPAWNER_TRIES, Endings
+from dsec.edge.failures import as_error, incident
+from dsec.edge.ids import new_sandbox_id
+from dsec.edge.inventory import Inventory
+from dsec.edge.journal import JournalError
+from dsec.edge.layers import refer
+from dsec.edge.lifetimes import Lifetimes
+from dsec.edge.record import Record
+from dsec.edge.sandbox import Sandbox, refusal
+from dsec.edge.slots import StartSlots
+from dsec.edge.spawner import SandboxSpec, SpawnerError, SpawnerLost
+from dsec.images import Environment
+from libdsec.errors import Conflict, DeadlineExceeded, DSecError, NoCapacity, Unavailable
+from libdsec.schema import MB, RunArgs
+
+_log = structlog.get_logger("dsec.edge")
+
+HISTORY_BYTES = 8 * MB
+"""Window of output that chronus keeps of each stream of a started command; less in small sandboxes, whose memory it is charged to."""
+HISTORY_SHARE = 16
+"""The window is at most this fraction of the sandbox's memory."""
+LOAD_FRESH_S = 0.05
+"""Memory figures are read again after this long: a few sandboxes start meanwhile, and each is counted with its expected memory."""
+FACTS_FRESH_S = 1.0
+"""The same for scratch and descriptors, whose reading costs more."""
+
+_encode_args = msgspec.msgpack.Encoder().encode
+
+
+class Resolver(Protocol):
+    """What the edge needs of the image store."""
+
+    def resolve(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment: ...
+
+
+class Starts:
+    """Starts sandboxes, a bounded number at once."""
+
+    def __init__(self, inventory: Inventory, images: Resolver, agents: Agents, endings: Endings, lifetimes: Lifetimes) -> None:
+        self.slots = StartSlots(inventory.config.start_slots, inventory.config.start_queue)
+        self.observe: Callable[[float], None] = lambda seconds: None
+        """Told how long each creation took; set by the metrics."""
+        self._inventory = inventory
+        self._clock = inventory.clock
+        self._images = images
+        self._agents = agents
+        self._endings = endings
+        self._lifetimes = lifetimes
+        self._load: NodeLoad | None = None
+        self._load_at = 0.0
+        self._facts_at = 0.0
+        self._descriptors_free = 0
+
+    async def create(self, project: str, args: RunArgs, deadline: float | None) -> Sandbox:
+        """One sandbox, running; the same one again if the project used ``args.idempotency_key`` before. ``args`` are valid.
+
+        ``deadline``: the time of the event loop's clock by which it must be ready; None: no limit. Raises DeadlineExceeded (it is taken
+        back), NoCapacity, ImageNotFound, Conflict (the key came with other arguments), SandboxGone (the key's sandbox has ended),
+        Unavailable. Cancelled: with a key the creation goes on, without one it is taken back.
+        """
+        begun = self._clock.monotonic()
+        fingerprint = hashlib.blake2b(_encode_args(args), digest_size=8).digest()
+        try:
+            async with asyncio.timeout_at(deadline):
+                sandbox = await self._known_or_begun(project, args, fingerprint)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed while the sandbox waited for its turn to start") from None
+        await self._created(sandbox, deadline)
+        self.observe(self._clock.monotonic() - begun)
+        return sandbox
+
+    async def _known_or_begun(self, project: str, args: RunArgs, fingerprint: bytes) -> Sandbox:
+        while True:
+            sandbox = await self._known(project, args.idempotency_key, fingerprint)
+            if sandbox is not None:
+                return sandbox
+            await self.slots.acquire()
+            if args.idempotency_key is None or self._inventory.by_key(project, args.idempotency_key) is None:
+                return self._begin(project, args, fingerprint)
+            # Another request with the key came while this one waited for its turn.
+            self.slots.release()
+
+    async def _known(self, project: str, key: str | None, fingerprint: bytes) -> Sandbox | None:
+        """The sandbox of an idempotency key. One that is being taken back frees it: that is waited for."""
+        while key is not None and (sandbox := self._inventory.by_key(project, key)) is not None:
+            if sandbox.record.fingerprint != fingerprint:
+                raise _key_conflict(key, sandbox.id)
+            if not sandbox.forget:
+                return sandbox
+            ending = sandbox.stopping or sandbox.starting
+            if ending is None:
+                raise Unavailable("the sandbox of this idempotency key is just being removed; try again", retry_after=1.0)
+            await asyncio.wait([ending])
+        return None
+
+    def _begin(self, project: str, args: RunArgs, fingerprint: bytes) -> Sandbox:
+        """With a slot taken: decides whether the sandbox may start, and starts it. The slot is given back when that has ended."""
+        inventory = self._inventory
+        try:
+            refused = admit(self._node_load(), self.slots.starting - 1, inventory.config.admission)
+            if refused is not None:
+                message = f"no sandbox can start on this node now: {refused.message}"
+                raise NoCapacity(message, reason=refused.reason, retry_after=refused.retry_after)
+            environment = self._images.resolve(args.container_image, args.workspace, args.toolkits)
+            facts = inventory.facts
+            limits = clamp(args, NodeSize(cores=facts.cores, memory=facts.memory, scratch=facts.scratch))
+            sandbox = Sandbox(self._new_record(project, args, fingerprint, environment, limits), self._clock.monotonic())
+        except BaseException:
+            self.slots.release()
+            raise
+        inventory.add(sandbox)
+        sandbox.starting = inventory.tasks.start(self._start(sandbox), f"start {sandbox.id}")
+        return sandbox
+
+    def _new_record(self, project: str, args: RunArgs, fingerprint: bytes, environment: Environment, limits: Limits) -> Record:
+        config = environment.config
+        return Record(
+            id=new_sandbox_id(self._inventory.config.edge_id, self._inventory.epoch),
+            project=project,
+            state="creating",
+            created_at=self._clock.wall(),
+            key=args.idempotency_key,
+            fingerprint=fingerprint,
+            image=environment.image,
+            workspace=environment.workspace,
+            toolkits=tuple(environment.toolkits),
+            memory_mb=limits.memory_mb,
+            cpu_cores=limits.cpu_cores,
+            disk_mb=limits.disk_mb,
+            pids=limits.pids,
+            ttl_idle=args.ttl_running_stop,
+            ttl_total=args.ttl_total,
+            network=args.network,
+            network_rules=args.network_rules,
+            init_user=args.init_user,
+            workdir=args.workdir or config.workdir or "/",
+            labels=args.labels,
+            notices=limits.notices,
+            keep_on_failure=args.keep_on_failure,
+            no_new_privs=args.no_new_privs,
+            cpu_class=args.cpu_class,
+            env={**config.env, **args.env},
+            layers=refer(environment.layers),
+            extra_ids=tuple(sorted({extra for layer in environment.layers for extra in layer.extra_ids})),
+        )
+
+    async def _created(self, sandbox: Sandbox, deadline: float | None) -> None:
+        """Waits for a creation that this or another request began."""
+        starting = sandbox.starting
+        if starting is not None:
+            sandbox.starters += 1
+            try:
+                async with asyncio.timeout_at(deadline):
+                    error = await asyncio.shield(starting)
+            except TimeoutError:
+                self._give_up(sandbox, "the request's deadline passed")
+                raise DeadlineExceeded("the request's deadline passed before the sandbox was ready; it is taken back") from None
+            except asyncio.CancelledError:
+                if sandbox.record.key is None and not self._inventory.closing:
+                    self._give_up(sandbox, "the caller went away")
+                raise
+            finally:
+                sandbox.starters -= 1
+            if error is not None:
+                raise error
+        if sandbox.state != "running":
+            raise refusal(sandbox.record)
+
+    def _give_up(self, sandbox: Sandbox, why: str) -> None:
+        """The last request that waits for a creation takes it back."""
+        if sandbox.starters == 1 and sandbox.state == "creating":
+            self._endings.begin_stop(sandbox, why, forget=True)
+
+    async def _start(self, sandbox: Sandbox) -> DSecError | None:
+        """The creation itself. Ends with the sandbox running, or with nothing of it left and the reason as the value."""
+        try:
+            error = await self._try_start(sandbox)
+            if error is not None and sandbox.state == "creating":
+                sandbox.become("failed", "create", self._clock.wall(), error.message)
+                await self._endings.take_back(sandbox)
+            elif error is not None and sandbox.state == "running":
+                # It runs, but the journal didn't take that: nobody may be told.
+                self._endings.begin_stop(sandbox, error.message, forget=True)
+            return error
+        finally:
+            sandbox.starting = None
+            self.slots.release()
+
+    async def _try_start(self, sandbox: Sandbox) -> DSecError | None:
+        record = sandbox.record
+        counted = False
+        try:
+            if not await self._inventory.journal.insert(record):
+                return await self._key_used_up(sandbox)
+            await self._inventory.layers.acquire(record.layers)
+            counted = True
+            if sandbox.state == "creating":
+                await self._spawn(sandbox)
+                await self._agents.connect(sandbox)
+                await self._agents.make_workdir(sandbox)
+            if sandbox.state == "creating":
+                await self._run_from_now(sandbox)
+                return None
+            # Stopped meanwhile: the stop, which waits for us, removes everything.
+            return refusal(record)
+        except (DSecError, SpawnerError, ChannelLost, ChannelError, JournalError, OSError) as failure:
+            return as_error(failure)
+        except Exception as failure:
+            return incident(failure, f"create {record.id}")
+        finally:
+            if not counted:
+                record.layers = ()
+
+    async def _key_used_up(self, sandbox: Sandbox) -> DSecError:
+        """The journal has another sandbox under the key, and it isn't live: it has ended."""
+        record = sandbox.record
+        self._inventory.remove(sandbox)
+        if sandbox.state == "creating":
+            sandbox.become("failed", "create", self._clock.wall(), "its idempotency key was used before")
+        earlier = None if record.key is None else await self._inventory.journal.find_key(record.project, record.key)
+        if earlier is None:
+            return Unavailable("the sandbox of this idempotency key is just being removed; try again", retry_after=0.5)
+        if earlier.fingerprint != record.fingerprint:
+            return _key_conflict(record.key, earlier.id)
+        return refusal(earlier)
+
+    async def _spawn(self, sandbox: Sandbox) -> None:
+        record = sandbox.record
+        spec = SandboxSpec(
+            sandbox=record.id,
+            layers=[layer.meta for layer in record.layers],
+            hostname=record.id,
+            memory=record.memory_mb * MB,
+            cpu_millis=round(record.cpu_cores * 1000),
+            pids=record.pids,
+            disk=record.disk_mb * MB,
+            extra_ids=list(record.extra_ids),
+            no_new_privs=record.no_new_privs,
+            cpu_class=record.cpu_class,
+            history=min(HISTORY_BYTES, record.memory_mb * MB // HISTORY_SHARE),
+        )
+        for attempt in range(1, SPAWNER_TRIES + 1):
+            try:
+                spawned = await self._inventory.spawner.create(spec)
+                break
+            except SpawnerLost:
+                if attempt == SPAWNER_TRIES or sandbox.state != "creating":
+                    raise
+                # It may have died half-way: what the kernel has under the name goes first.
+                await self._endings.kill(record.id)
+        record.slot = spawned.slot
+        record.socket = spawned.socket
+
+    async def _run_from_now(self, sandbox: Sandbox) -> None:
+        record = sandbox.record
+        record.started_at = self._clock.wall()
+        sandbox.become("running", "create", record.started_at)
+        sandbox.touch(self._clock.monotonic())
+        await self._inventory.journal.update(record)
+        self._lifetimes.watch(sandbox)
+
+    def _node_load(self) -> NodeLoad:
+        now = time.monotonic()
+        if self._load is None or now - self._load_at > LOAD_FRESH_S:
+            if now - self._facts_at > FACTS_FRESH_S:
+                self._facts_at = now
+                self._descriptors_free = node.descriptors_free()
+                self._inventory.tasks.start(self._refresh_facts(), "facts")
+            facts = self._inventory.facts
+            self._load_at = now
+            self._load = NodeLoad(
+                memory=facts.memory,
+                memory_available=node.memory_available(),
+                pressure=node.memory_pressure(),
+                scratch=facts.scratch,
+                scratch_used=facts.scratch_used,
+                descriptors_free=self._descriptors_free,
+            )
+        return self._load
+
+    async def _refresh_facts(self) -> None:
+        try:
+            self._inventory.facts = await self._inventory.spawner.hello()
+        except SpawnerError as error:
+            _log.info("the spawner can't be asked for the scratch disk now", error=str(error))
+
+
+def _key_conflict(key: str | None, sandbox: str) -> Conflict:
+    return Conflict(f"idempotency key {key!r} was used with other arguments, for sandbox {sandbox}", field="idempotency_key")
