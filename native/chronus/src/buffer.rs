@@ -129,7 +129,8 @@ impl OutputBuffer {
 
     /// Takes what `fd` holds now: at least what the kernel says is there, at most that or `least` bytes, whichever is more.
     pub fn drain(&mut self, fd: RawFd, least: u64) -> Filled {
-        let budget = (kernel::readable_bytes(fd) as u64).max(least);
+        // One more than that, so that the end behind it is noticed.
+        let budget = (kernel::readable_bytes(fd) as u64).max(least) + 1;
         self.grace += budget;
         let stop = self.total + budget;
         loop {

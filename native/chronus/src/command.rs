@@ -83,8 +83,13 @@ impl Subscriber {
         }
     }
 
+    /// Lets it send input, beginning with the initial credit.
     pub fn may_write(&mut self) {
         self.stdin_credit = Some(INITIAL_CREDIT);
+    }
+
+    pub fn writes(&self) -> bool {
+        self.stdin_credit.is_some()
     }
 }
 
@@ -252,20 +257,27 @@ impl Command {
                 }
             }
         }
+        self.drop_retired_input(poller);
         let wanted = self.input.waits_for_room();
-        if let Some(fd) = self.input.fd().filter(|_| wanted != self.registered.input) {
-            self.registered.input = wanted;
-            if !wanted {
-                poller.remove(fd);
-            } else if poller
-                .add(fd, Token::Command(self.id, End::Stdin), WRITABLE)
-                .is_err()
-            {
-                self.input.close();
-            }
+        let Some(fd) = self.input.fd().filter(|_| wanted != self.registered.input) else {
+            return;
+        };
+        self.registered.input = wanted;
+        if !wanted {
+            poller.remove(fd);
+        } else if poller
+            .add(fd, Token::Command(self.id, End::Stdin), WRITABLE)
+            .is_err()
+        {
+            self.input.close();
         }
-        if self.input.fd().is_none() {
-            self.registered.input = false;
+    }
+
+    fn drop_retired_input(&mut self, poller: &Poller) {
+        if let Some(fd) = self.input.take_retired() {
+            if std::mem::take(&mut self.registered.input) {
+                poller.remove(fd.as_raw_fd());
+            }
         }
     }
 
@@ -277,13 +289,8 @@ impl Command {
     }
 
     pub fn close_input(&mut self, poller: &Poller) {
-        if let Some(fd) = self.input.fd() {
-            if self.registered.input {
-                poller.remove(fd);
-                self.registered.input = false;
-            }
-        }
         self.input.close();
+        self.drop_retired_input(poller);
     }
 
     /// An output can be read: takes one piece, or what is left when its writers are gone.
@@ -385,8 +392,9 @@ impl Command {
         true
     }
 
-    /// Tells senders that their input is through.
-    pub fn return_credit(&mut self, taken: &[Taken], mut connection: Option<&mut Connection>) {
+    /// Tells senders that their input is through; without a connection there are none.
+    pub fn return_credit(&mut self, taken: &[Taken], connection: Option<&mut Connection>) {
+        let Some(connection) = connection else { return };
         for (stream, count) in taken {
             let Some(subscriber) = self
                 .subscribers
@@ -401,10 +409,12 @@ impl Command {
             subscriber.stdin_owed += count;
             if subscriber.stdin_owed >= CREDIT_PIECE {
                 *credit += subscriber.stdin_owed;
-                if let Some(connection) = &mut connection {
-                    connection.push(*stream, kind::STDIN_CREDIT, subscriber.stdin_owed, b"");
-                }
-                subscriber.stdin_owed = 0;
+                connection.push(
+                    *stream,
+                    kind::STDIN_CREDIT,
+                    std::mem::take(&mut subscriber.stdin_owed),
+                    b"",
+                );
             }
         }
     }

@@ -38,6 +38,8 @@ pub struct Input {
     end_wanted: bool,
     passed: u64,
     enlarged: bool,
+    /// Closed here, but the poller may still know it.
+    retired: Option<OwnedFd>,
     /// The descriptor isn't there yet (a terminal that is being opened, a socket that connects): everything waits.
     expected: bool,
 }
@@ -149,7 +151,15 @@ impl Input {
     /// Drops everything; later offers are swallowed.
     pub fn close(&mut self) {
         self.queue.clear();
-        (self.fd, self.expected) = (None, false);
+        self.expected = false;
+        if let Some(fd) = self.fd.take() {
+            self.retired = Some(fd);
+        }
+    }
+
+    /// The descriptor that was closed since the last call: to be taken from the poller, then dropped.
+    pub fn take_retired(&mut self) -> Option<OwnedFd> {
+        self.retired.take()
     }
 
     fn end_if_due(&mut self) {
@@ -210,6 +220,7 @@ mod tests {
         assert!(taken < data.len() as u64 && input.waits_for_room());
         let mut received = Vec::with_capacity(data.len() + 1);
         loop {
+            input.take_retired();
             match kernel::read_into_spare(reader.as_raw_fd(), &mut received, 1 << 20) {
                 Ok(0) => break,
                 Ok(_) => taken += input.flush().iter().map(|(_, count)| count).sum::<u64>(),

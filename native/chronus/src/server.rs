@@ -153,7 +153,7 @@ impl Chronus {
         match end {
             End::Stdout => command.read_output(0, hung_up, &self.poller),
             End::Stderr => command.read_output(1, hung_up, &self.poller),
-            End::Terminal => take_terminal(command, &self.poller),
+            End::Terminal => take_terminal(command, &self.poller, self.connection.as_mut()),
             End::Status => self.announce(id),
             End::Stdin => {
                 if command.connecting.is_some() {
@@ -362,11 +362,7 @@ impl Chronus {
     fn send(&mut self) {
         loop {
             let Some(connection) = &mut self.connection else {
-                self.sendable.clear();
-                self.commands
-                    .values_mut()
-                    .for_each(|command| command.queued = false);
-                return;
+                return self.send_nothing();
             };
             // Each command once a round: one with much to send doesn't hold the others up.
             for _ in 0..self.sendable.len() {
@@ -391,6 +387,15 @@ impl Chronus {
             }
             if self.sendable.is_empty() || !connection.has_room() {
                 return;
+            }
+        }
+    }
+
+    /// Nobody is there to send to.
+    fn send_nothing(&mut self) {
+        for id in std::mem::take(&mut self.sendable) {
+            if let Some(command) = self.commands.get_mut(&id) {
+                command.queued = false;
             }
         }
     }
@@ -582,7 +587,12 @@ impl Chronus {
             return;
         }
         if let Some(id) = self.find(&start.exec_id) {
-            return self.join(stream, id, start.follow);
+            return self.join(
+                stream,
+                id,
+                start.follow,
+                start.stdin == message::STDIN_STREAM,
+            );
         }
         let (id, capture) = (self.new_id(), start.mode != message::MODE_STREAM);
         let policy = if capture {
@@ -743,7 +753,7 @@ impl Chronus {
     }
 
     /// START or SHELL for an exec_id that is known: as if this stream had started it.
-    pub(crate) fn join(&mut self, stream: u32, id: u64, follow: bool) {
+    pub(crate) fn join(&mut self, stream: u32, id: u64, follow: bool, writes: bool) {
         let Some(command) = self.commands.get_mut(&id) else {
             return;
         };
@@ -752,11 +762,14 @@ impl Chronus {
         } else {
             [command.outputs[0].start(), command.outputs[1].start()]
         };
-        let subscriber = match (command.capture, follow) {
+        let mut subscriber = match (command.capture, follow) {
             (true, _) => Subscriber::whole(stream),
             (false, true) => Subscriber::following(stream, from.map(Some)),
             (false, false) => Subscriber::following(stream, [None; 2]),
         };
+        if writes {
+            subscriber.may_write();
+        }
         self.follow(id, subscriber, from);
     }
 
@@ -796,21 +809,21 @@ impl Chronus {
             .map(|which: usize| wanted[which].unwrap_or_else(|| command.outputs[which].total()));
         let id = command.id;
         self.follow(id, subscriber, from);
-        if attach.stdin {
-            self.push(stream, kind::STDIN_CREDIT, INITIAL_CREDIT, b"");
-        }
     }
 
     fn follow(&mut self, id: u64, subscriber: Subscriber, from: [u64; 2]) {
         let Some(command) = self.commands.get_mut(&id) else {
             return;
         };
-        let stream = subscriber.stream;
+        let (stream, writes) = (subscriber.stream, subscriber.writes());
         let started = message::started(&command.exec_id, true, from);
         let pid = command.pid() as u64;
         command.subscribers.push(subscriber);
         self.streams.insert(stream, id);
         self.push(stream, kind::STARTED, pid, &started);
+        if writes {
+            self.push(stream, kind::STDIN_CREDIT, INITIAL_CREDIT, b"");
+        }
         self.settle(id);
     }
 
@@ -848,7 +861,7 @@ impl Chronus {
             command.fail_start(&attempt, error);
         }
         if command.handover.is_some() {
-            take_terminal(command, &self.poller);
+            take_terminal(command, &self.poller, self.connection.as_mut());
             close_handover(command, &self.poller);
         }
         command.close_input(&self.poller);

@@ -94,7 +94,7 @@ impl Chronus {
             return;
         }
         if let Some(id) = self.find(&request.exec_id) {
-            return self.join(stream, id, true);
+            return self.join(stream, id, true, false);
         }
         if request.command.contains(&0) {
             return self.push_error(
@@ -511,6 +511,7 @@ impl Chronus {
 
 impl OpenShell {
     fn watch_control(&mut self, id: u64, poller: &Poller) {
+        self.drop_retired_control(poller);
         let wanted = self.control.waits_for_room();
         let Some(fd) = self.control.fd() else { return };
         if wanted && !self.control_watched {
@@ -520,6 +521,14 @@ impl OpenShell {
         } else if !wanted && self.control_watched {
             self.control_watched = false;
             poller.remove(fd);
+        }
+    }
+
+    fn drop_retired_control(&mut self, poller: &Poller) {
+        if let Some(fd) = self.control.take_retired() {
+            if std::mem::take(&mut self.control_watched) {
+                poller.remove(fd.as_raw_fd());
+            }
         }
     }
 
@@ -534,10 +543,8 @@ impl OpenShell {
         self.close_output(0, poller);
         self.close_output(1, poller);
         poller.remove(self.status.as_raw_fd());
-        if let Some(fd) = self.control.fd() {
-            poller.remove(fd);
-        }
         self.control.close();
+        self.drop_retired_control(poller);
     }
 
     /// The exit code of a complete line with the current nonce; other lines are dropped.

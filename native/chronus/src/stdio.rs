@@ -7,6 +7,7 @@ use wire::message::{STDIN_INLINE, STDIN_NONE};
 
 use crate::child::Stdio;
 use crate::command::Command;
+use crate::connection::Connection;
 use crate::input::{Input, Kind};
 use crate::kernel::{self, End, Poller, Token, READABLE};
 use crate::pty;
@@ -168,7 +169,7 @@ impl Descriptors {
 }
 
 /// Takes the terminal that the child has opened, if it has come by now; a child that closed its end without one will say why it failed.
-pub fn take_terminal(command: &mut Command, poller: &Poller) {
+pub fn take_terminal(command: &mut Command, poller: &Poller, connection: Option<&mut Connection>) {
     let Some(handover) = &command.handover else {
         return;
     };
@@ -188,7 +189,7 @@ pub fn take_terminal(command: &mut Command, poller: &Poller) {
     }
     command.pipes[0] = Some(master);
     let taken = command.input.flush();
-    command.return_credit(&taken, None);
+    command.return_credit(&taken, connection);
 }
 
 pub fn close_handover(command: &mut Command, poller: &Poller) {

@@ -479,7 +479,7 @@ mod tests {
             &b"5"[..],
             b"0 a=b\n",
             b"99 a=b\n",
-            b"6 a=b\n",
+            b"7 a=b\n",
             b"5 ab\n",
             b"9 size=x\n",
             b"-6 a=b\n",
