@@ -455,8 +455,8 @@ class Channel(asyncio.BufferedProtocol):
 
     __slots__ = (
         "_filled",
-        "_frame",
         "_hello",
+        "_incomplete",
         "_last_stream",
         "_lost",
         "_on_lost",
@@ -476,7 +476,7 @@ class Channel(asyncio.BufferedProtocol):
         self._streams: dict[int, _Receiver] = {}
         self._last_stream = 0
         self._prefix = b""
-        self._frame: bytearray | None = None
+        self._incomplete: bytearray | None = None
         self._filled = 0
         self._lost: ChannelLost | None = None
         self._resumed: asyncio.Future[None] | None = None
@@ -692,22 +692,22 @@ class Channel(asyncio.BufferedProtocol):
             on_lost(error)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._frame is not None:
-            return memoryview(self._frame)[self._filled :]
+        if self._incomplete is not None:
+            return memoryview(self._incomplete)[self._filled :]
         kept = len(self._prefix)
         READ_BUFFER[:kept] = self._prefix
         return memoryview(READ_BUFFER)[kept:]
 
     def buffer_updated(self, nbytes: int) -> None:
         try:
-            if self._frame is None:
+            if self._incomplete is None:
                 end = len(self._prefix) + nbytes
                 self._prefix = b""
                 self._parse(memoryview(READ_BUFFER)[:end])
                 return
             self._filled += nbytes
-            if self._filled == len(self._frame):
-                frame, self._frame = self._frame, None
+            if self._filled == len(self._incomplete):
+                frame, self._incomplete = self._incomplete, None
                 self._parse(memoryview(frame))
         except (ValueError, msgspec.MsgspecError) as error:
             self._lose(ChannelLost(f"chronus sent what is no frame: {error}"))
@@ -721,9 +721,9 @@ class Channel(asyncio.BufferedProtocol):
                 raise ValueError("a frame's header is malformed")
             start = position + _HEADER.size
             if start + size > end:
-                self._frame = bytearray(_HEADER.size + size)
+                self._incomplete = bytearray(_HEADER.size + size)
                 self._filled = end - position
-                self._frame[: self._filled] = data[position:]
+                self._incomplete[: self._filled] = data[position:]
                 return
             position = start + size
             self._dispatch(stream, kind, arg, data[start:position])
