@@ -25,6 +25,7 @@ class Lifetimes:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def watch(self, sandbox: Sandbox) -> None:
         """From now on the sandbox's TTLs as they are in its record count."""
@@ -35,6 +36,8 @@ class Lifetimes:
 
     def expire(self) -> None:
         """Looks at the sandboxes whose deadline has come. Called by the timer."""
+        # It has fired: whether its time is past is not for the loop's clock to say, which uvloop rounds to milliseconds.
+        self.close()
         now = self._inventory.clock.monotonic()
         for sandbox_id in self._inventory.deadlines.take_due(now):
             sandbox = self._inventory.get(sandbox_id)
@@ -65,7 +68,7 @@ class Lifetimes:
         loop = asyncio.get_running_loop()
         when = loop.time() + max(0.0, at - now)
         if self._timer is not None:
-            if not self._timer.cancelled() and loop.time() < self._timer.when() <= when:
+            if self._timer.when() <= when:
                 return
             self._timer.cancel()
         self._timer = loop.call_at(when, self.expire)

@@ -84,7 +84,7 @@ for name, attack in ATTACKS.items():
         except ZeroDivisionError:
             os._exit(0)
         except OSError as error:
-            os._exit(0 if error.errno in (1, 2, 13, 20, 22, 25, 38, 3) else 3)
+            os._exit(0 if error.errno in (1, 2, 3, 13, 20, 22, 25, 30, 38) else 3)
         os._exit(2)
     _, status = os.waitpid(pid, 0)
     print(name, "stopped" if status == 0 else "REACHED" if status >> 8 == 2 else f"status {status}")
@@ -149,7 +149,7 @@ async def test_taking_every_inotify_instance_takes_nobody_elses(client: DSecClie
 
 
 async def test_reading_the_whole_tree_crashes_nothing(sandbox: Sandbox) -> None:
-    result = await sandbox.exec("grep -r zzz_not_there / --exclude-dir=usr > /dev/null 2>&1; find / -xdev > /dev/null 2>&1; echo done", timeout=120)
+    result = await sandbox.exec("grep -r zzz_not_there / --exclude-dir=usr > /dev/null 2>&1; find / -xdev > /dev/null 2>&1; echo done", timeout=20)
     assert result.stdout == "done\n" or result.timed_out
     assert (await sandbox.exec(["true"])).exit_code == 0
 

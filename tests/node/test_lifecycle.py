@@ -93,13 +93,12 @@ async def test_list_filters_by_label_and_state_and_pages(client: DSecClient, bas
 async def test_stop_is_repeatable_and_the_record_says_when_and_why(instance: Instance, client: DSecClient, base_image: str) -> None:
     sandbox = await client.run_container(small(base_image))
     await sandbox.exec("head -c 5000000 /dev/urandom > /f; sync")
-    await sandbox.stop()
-    await sandbox.stop()
+    record = await sandbox.stop()
+    assert record.state == "stopped" and record.exit and record.exit.cpu_s > 0 and record.exit.memory_peak > 0
+    assert await sandbox.stop() == record
     with pytest.raises(SandboxGone) as gone:
         await sandbox.exec(["true"])
     assert gone.value.reason and gone.value.at and abs(gone.value.at - time.time()) < 60
-    record = await sandbox.info()
-    assert record.state == "stopped" and record.exit and record.exit.cpu_s > 0 and record.exit.memory_peak > 0
     await instance.wait_clean()
 
 
@@ -128,9 +127,10 @@ async def test_the_absolute_lifetime_ends_even_a_busy_one(client: DSecClient, ba
 async def _until_gone(sandbox: Sandbox, reason: str) -> None:
     """Waits by `info`, which is not a use, until the sandbox has ended for that reason."""
     for _ in range(400):
-        info = await sandbox.info()
-        if info.state == "stopped":
-            assert reason in (info.reason or ""), info.reason
+        try:
+            await sandbox.info()
+        except SandboxGone as gone:
+            assert reason in (gone.reason or ""), gone.reason
             return
         await asyncio.sleep(0.05)
     raise AssertionError(f"{sandbox.id} did not end within 20 s: {await sandbox.info()}")
@@ -198,10 +198,12 @@ async def test_a_malformed_body_is_told_which_field(instance: Instance, client: 
 
 
 async def test_a_huge_argv_or_environment_is_refused_by_name(sandbox: Sandbox) -> None:
-    with pytest.raises(InvalidArgument, match="argv"):
+    with pytest.raises(InvalidArgument) as refused:
         await sandbox.exec(["echo", "x" * (100 << 20)])
-    with pytest.raises(InvalidArgument, match="env"):
+    assert refused.value.field == "argv"
+    with pytest.raises(InvalidArgument) as refused:
         await sandbox.exec(["true"], env={"BIG": "x" * (100 << 20)})
+    assert refused.value.field == "env"
 
 
 async def test_tcp_and_http_to_a_port_inside(sandbox: Sandbox) -> None:

@@ -22,7 +22,7 @@ pub const STEPS: [&str; 22] = [
     "none",
     "leaving the spawner's descriptors",
     "receiving its mounts",
-    "taking its own ids for files",
+    "leaving the groups and ids of the host",
     "making mounts private",
     "attaching its root",
     "finding /proc, /sys and /dev in the image",
@@ -204,6 +204,8 @@ unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
         let mut mounts = [-1; MAX_SENT_FDS];
         let count = receive(plan.socket, &mut mounts);
         step(2, if count < 2 { -1 } else { 0 })?;
+        // Only now is it in all its groups: a cgroup namespace made earlier would show their paths on the host.
+        step(3, libc::unshare(libc::CLONE_NEWCGROUP) as libc::c_long)?;
         // Inodes that the child makes must belong to ids that the sandbox's filesystems know.
         libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>());
         libc::setfsgid(0);

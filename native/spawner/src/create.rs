@@ -298,8 +298,7 @@ fn clone_child(plan: &Plan, cgroup: Option<&OwnedFd>) -> io::Result<(i32, OwnedF
         | libc::CLONE_NEWPID
         | libc::CLONE_NEWNET
         | libc::CLONE_NEWIPC
-        | libc::CLONE_NEWUTS
-        | libc::CLONE_NEWCGROUP;
+        | libc::CLONE_NEWUTS;
     let mut pidfd: RawFd = -1;
     let mut arguments = CloneArgs {
         flags: (namespaces | libc::CLONE_PIDFD | libc::CLONE_FILES) as u32 as u64,
