@@ -25,8 +25,8 @@ WINDOW_S = 0.002
 WAL_LIMIT_BYTES = 16 << 20
 """The write-ahead log is cut back to this size after a checkpoint."""
 CHECKPOINT_PAGES = 4_000
-"""Pages (4 KiB) in the write-ahead log that bring a checkpoint: it syncs the disk, and creations wait for it. SQLite's own 1,000 would be one
-in 200 creations."""
+"""Pages (4 KiB) in the write-ahead log that bring a checkpoint: it syncs the disk, and creations wait for it. SQLite's own 1,000 would be
+one in 200 creations."""
 VACUUM_PAGES = 2_000
 """Free pages (4 KiB) given back to the filesystem by one prune."""
 
