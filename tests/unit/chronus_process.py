@@ -148,7 +148,13 @@ def remove_cgroup(path: Path) -> None:
 def running_chronus(*, cgroup: bool = True, config: dict[str, object] | None = None) -> Iterator[ChronusProcess]:
     """A chronus for the time of the context."""
     with tempfile.TemporaryDirectory(prefix="dsec-a-") as directory:
-        process = ChronusProcess(Path(directory), make_cgroup() if cgroup else None, config)
+        group = make_cgroup() if cgroup else None
+        try:
+            process = ChronusProcess(Path(directory), group, config)
+        except BaseException:
+            if group:
+                group.rmdir()
+            raise
         try:
             yield process
         finally:

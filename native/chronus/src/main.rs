@@ -12,6 +12,7 @@ mod command;
 mod connection;
 mod input;
 mod kernel;
+mod lifecycle;
 mod process;
 mod pty;
 mod report;
