@@ -48,7 +48,8 @@ class Place:
 
     def left(self) -> list[str]:
         """What the instance still holds on this machine, by name."""
-        found = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{self.cgroup}")]
+        roots = Path("/sys/fs/cgroup")
+        found = [str(path) for path in (roots / self.cgroup, *roots.glob(f"*/{self.cgroup}")) if path.exists()]
         found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(self.home) in line]
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and str(self.home).encode() in read(entry / "cmdline"):
@@ -84,12 +85,14 @@ def places() -> Iterator[list[Place]]:
         home.chmod(0o755)
     made = [Place(home, f"dsec-up-{os.getpid()}-{index}") for index, home in enumerate(homes)]
     yield made
-    for place in made:
-        place.down()
-    left = [line for place in made for line in place.left()]
-    for home in homes:
-        shutil.rmtree(home)
-    assert not left, left
+    try:
+        for place in made:
+            place.down()
+        left = [line for place in made for line in place.left()]
+        assert not left, left
+    finally:
+        for home in homes:
+            shutil.rmtree(home)
 
 
 def test_the_service_has_no_privilege_and_the_caller_has_its_key(places: list[Place]) -> None:
