@@ -22,6 +22,8 @@ from dsec.images.debian import DebianRootError
 from libdsec import DSecClient, DSecError
 
 ROLLOUTS = 64
+SETTLE_S = 1.0
+"""Pause before MemAvailable is read: what the kernel is only waiting to free is freed."""
 SCRATCH_MB = 4_096
 """Writable layers: a rollout writes less than 1 MB."""
 
@@ -64,10 +66,9 @@ async def _demo(count: int, cache: Path | None, console: Console) -> int:
             async with DSecClient(own.url, api_key=own.api_key) as client:
                 await _build(client, cache or Path(temporary), console)
                 measured, during = await _roll_out(client, own, rollouts, console)
-        marks = own.marks
-    after = footprint.take(marks)
+    after = footprint.take(own.marks)
     console.print(show.results(rollouts, measured))
-    console.print(show.proof(footprint.Footprint(), during, after))
+    console.print(show.proof(own.before, during, after))
     for line in show.troubles(rollouts):
         console.print(f"[red]{line}[/]")
     console.print(f"took {time.monotonic() - started:.0f} s")
@@ -104,12 +105,13 @@ async def _roll_out(
 
         create_s = await _create(client, rollouts, changed)
         await asyncio.gather(*map(rollout.first_command, rollouts))
+        await asyncio.sleep(SETTLE_S)
         memory = available - footprint.memory_available()
         during = own.footprint()
         started = time.perf_counter()
         await asyncio.gather(*(rollout.run(one, changed) for one in rollouts))
         measured = show.Measured(create_s, memory, time.perf_counter() - started)
-    console.print(f"the agents' change, as the first rollout has it:\n{rollouts[0].diff}", markup=False)
+    console.print(f"the agents' change, as the first rollout has it:\n{rollouts[0].diff}", markup=False, soft_wrap=True)
     await asyncio.gather(*(one.sandbox.stop() for one in rollouts if one.sandbox))
     return measured, during
 

@@ -45,6 +45,8 @@ class Instance:
     url: str
     api_key: str
     marks: footprint.Marks
+    before: footprint.Footprint
+    """What bore its marks before it was started."""
     log: Path
     process: asyncio.subprocess.Process
 
@@ -73,11 +75,12 @@ async def running(name: str, *, scratch_mb: int, parent: Path | None = None) -> 
     marks = footprint.Marks(
         base, f"dsec-{name}-{token}", range(start, start + UIDS_OF_AN_INSTANCE), SERVICE_UIDS[secrets.randbelow(len(SERVICE_UIDS))]
     )
+    before = footprint.take(marks)
     try:
         process = await _start(marks, scratch_mb)
         try:
             config = await _answering(process, base)
-            yield Instance(config.url, config.api_key or "", marks, base / "log", process)
+            yield Instance(config.url, config.api_key or "", marks, before, base / "log", process)
         finally:
             await asyncio.shield(_stop(process))
     finally:

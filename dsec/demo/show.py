@@ -49,7 +49,7 @@ def progress(rollouts: Sequence[Rollout]) -> Group:
     for stage in Stage:
         legend.append(f"{stage.value} {counts[stage]}   ", STYLES[stage])
     ended = counts[Stage.PASSED] + counts[Stage.FAILED]
-    return Group(squares, legend, ProgressBar(total=len(rollouts), completed=ended, width=len(rollouts) + 2))
+    return Group(ProgressBar(total=len(rollouts), completed=ended, width=len(rollouts) + 2), Text(), squares, legend)
 
 
 def results(rollouts: Sequence[Rollout], measured: Measured) -> Table:
@@ -65,7 +65,7 @@ def results(rollouts: Sequence[Rollout], measured: Measured) -> Table:
     table.add_row("sandboxes created per second", f"{len(rollouts) / measured.create_s:.0f}")
     table.add_row("create, request to ready, all in one request: p50 / p99", _milliseconds(creates))
     table.add_row("first command (true), all at once: p50 / p99", _milliseconds(trues))
-    table.add_row(f"round trip beyond a command's own time, {commands} commands: p50 / p99", _milliseconds(overheads))
+    table.add_row(f"round trip beyond the own time of {commands} commands: p50 / p99", _milliseconds(overheads))
     table.add_row("memory per idle sandbox", f"{measured.memory / len(rollouts) / MB:.2f} MB")
     table.add_row("rollouts, first test to last diff", f"{measured.rollouts_s:.1f} s")
     table.add_row("edits that the agents tried", f"{sum(rollout.attempts for rollout in rollouts)}")
