@@ -97,6 +97,7 @@ async def _roll_out(
     client: DSecClient, own: instance.Instance, rollouts: list[Rollout], console: Console
 ) -> tuple[show.Measured, footprint.Footprint]:
     """All rollouts at once. First every sandbox is made and answers one command, then memory is read, then the work begins."""
+    await asyncio.sleep(SETTLE_S)
     available = footprint.memory_available()
     with Live(show.progress(rollouts), console=console, refresh_per_second=10) as live:
 
@@ -111,7 +112,7 @@ async def _roll_out(
         started = time.perf_counter()
         await asyncio.gather(*(rollout.run(one, changed) for one in rollouts))
         measured = show.Measured(create_s, memory, time.perf_counter() - started)
-    console.print(f"the agents' change, as the first rollout has it:\n{rollouts[0].diff}", markup=False, soft_wrap=True)
+    console.print(f"\nthe agents' change, as the first rollout has it:\n{rollouts[0].diff}", markup=False, soft_wrap=True)
     await asyncio.gather(*(one.sandbox.stop() for one in rollouts if one.sandbox))
     return measured, during
 
