@@ -11,9 +11,6 @@ use libc::{c_int, c_ulong, sock_filter, sock_fprog};
 use crate::covers;
 use crate::sysapi::{MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
 
-/// Descriptors from here on are the parent's own; the child unshares the table without copying them.
-pub const FIRST_FOREIGN_FD: u32 = 64;
-
 /// Told to the parent once the descriptor table is the child's own; no step has this number.
 pub const UNSHARED: u8 = 255;
 
@@ -90,6 +87,8 @@ pub const MASKS: [Mask; 9] = [
 
 /// Everything that the child needs, prepared by the parent.
 pub struct Plan<'a> {
+    /// First and last number of the block that the five descriptors below are in; the child closes all others.
+    pub own: (RawFd, RawFd),
     pub socket: RawFd,
     pub listener: RawFd,
     /// The sandbox's v2 cgroup directory; -1: none.
@@ -131,11 +130,14 @@ fn step(number: u8, value: libc::c_long) -> Result<libc::c_long, Failure> {
 /// # Safety
 /// Must be called in a fresh child whose descriptor table is shared with the parent (CLONE_FILES) and whose memory isn't.
 pub unsafe fn run(plan: &Plan) -> ! {
+    // SAFETY: the caller's promise is this function's too.
     let failure = match unsafe { set_up(plan) } {
         Ok(never) => match never {},
         Err(failure) => failure,
     };
+    // SAFETY: errno is this thread's own.
     let message = [failure.step, unsafe { *libc::__errno_location() } as u8];
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         // The parent's end may be at either number, depending on how far the child came.
         let target = if failure.step >= 20 {
@@ -157,6 +159,7 @@ unsafe fn mount(
     flags: c_ulong,
     data: &CStr,
 ) -> libc::c_long {
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         libc::mount(
             source.as_ptr(),
@@ -169,6 +172,7 @@ unsafe fn mount(
 }
 
 unsafe fn attach(fd: RawFd, path: &CStr) -> libc::c_long {
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         libc::syscall(
             libc::SYS_move_mount,
@@ -182,15 +186,22 @@ unsafe fn attach(fd: RawFd, path: &CStr) -> libc::c_long {
 }
 
 unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
+        // Nothing of the parent's stays: were its end of the socket among it, this process would outlive a parent that dies now.
+        let (first, last) = plan.own;
         step(
             1,
             libc::syscall(
                 libc::SYS_close_range,
-                FIRST_FOREIGN_FD,
+                last as u32 + 1,
                 u32::MAX,
                 libc::CLOSE_RANGE_UNSHARE,
             ),
+        )?;
+        step(
+            1,
+            libc::syscall(libc::SYS_close_range, 3, first as u32 - 1, 0),
         )?;
         step(
             1,
@@ -338,6 +349,7 @@ unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
 
 /// An image that lacks the directory gets it; one that has something else there (a link out of the tree, say) is refused.
 unsafe fn ensure_directory(name: &CStr) -> libc::c_long {
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         if libc::mkdir(name.as_ptr(), 0o755) == 0 {
             return 0;
@@ -355,6 +367,7 @@ unsafe fn ensure_directory(name: &CStr) -> libc::c_long {
 }
 
 unsafe fn receive(socket: RawFd, mounts: &mut [RawFd; MAX_SENT_FDS]) -> c_int {
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         let mut byte = 0_u8;
         let mut iov = libc::iovec {
@@ -386,6 +399,7 @@ unsafe fn receive(socket: RawFd, mounts: &mut [RawFd; MAX_SENT_FDS]) -> c_int {
 }
 
 unsafe fn loopback_up() -> libc::c_long {
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         let socket = libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0);
         if socket < 0 {
@@ -417,6 +431,7 @@ unsafe fn raise_capabilities(last: c_int) -> libc::c_long {
     }
     const VERSION_3: u32 = 0x2008_0522;
     const PR_CAP_AMBIENT_RAISE: c_int = 2;
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         let header = Header {
             version: VERSION_3,
@@ -450,6 +465,7 @@ unsafe fn raise_capabilities(last: c_int) -> libc::c_long {
 
 /// Moves the descriptors to their numbers and closes all others. Sources stand above the targets (the parent keeps them from 16 on), so none overwrites another.
 unsafe fn place_descriptors(plan: &Plan) -> Result<(), Failure> {
+    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         let lasting = [
             (plan.listener, LISTENER_FD),

@@ -156,6 +156,7 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
             .as_ref()
             .map_or(Ok(-1), |dir| creator.place(1, dir.as_raw_fd()))?;
         let plan = Plan {
+            own: (creator.base, creator.base + PLACES - 1),
             socket: creator.place(0, theirs.as_raw_fd())?,
             listener: creator.place(2, listener.as_raw_fd())?,
             cgroup: cgroup_fd,

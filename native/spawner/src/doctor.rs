@@ -28,6 +28,18 @@ pub fn run(options: &Options) -> Result<i32, String> {
     Ok(0)
 }
 
+/// Each feature with "yes", or with what its lack costs: the short form that `hello` gives.
+pub fn features(options: &Options) -> Vec<(String, String)> {
+    let found = |finding: Finding| {
+        let text = match finding.state {
+            State::Ok => "yes".to_owned(),
+            _ => finding.cost.to_owned(),
+        };
+        (finding.feature.to_owned(), text)
+    };
+    findings(options).into_iter().map(found).collect()
+}
+
 fn findings(options: &Options) -> Vec<Finding> {
     let release = kernel_release();
     let version = version(&release);

@@ -63,7 +63,7 @@ pub struct Layers {
 /// The thread's own state.
 struct Pinned {
     layers: HashMap<String, OwnedFd>,
-    covers: HashMap<covers::Key, Vec<OwnedFd>>,
+    covers: HashMap<covers::Key, Vec<CString>>,
     dev: OwnedFd,
 }
 
@@ -402,11 +402,7 @@ impl Pinned {
             MOUNT_ATTR_IDMAP | MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC,
             Some(userns),
         )?;
-        let covers = self
-            .covers(&spec.cover)?
-            .iter()
-            .map(|cover| clone_mount(cover.as_raw_fd(), c""))
-            .collect::<io::Result<_>>()?;
+        let covers = self.covers(&spec.cover)?;
         Ok(Tree { root, dev, covers })
     }
 
@@ -454,32 +450,33 @@ impl Pinned {
         })
     }
 
-    /// The covers for these limits, made on first use.
-    fn covers(&mut self, key: &covers::Key) -> io::Result<&Vec<OwnedFd>> {
+    /// Detached mounts of the covers for these limits, whose files are made on first use (or were, by an earlier spawner).
+    fn covers(&mut self, key: &covers::Key) -> io::Result<Vec<OwnedFd>> {
         if !self.covers.contains_key(key) {
             let directory = PathBuf::from(format!("{COVERS}/{}", key.name()));
             std::fs::create_dir_all(&directory)?;
-            let mut mounts = Vec::new();
+            let mut paths = Vec::new();
             for (name, content) in key.files()? {
-                let path = directory.join(name);
-                File::create(&path)?.write_all(content.as_bytes())?;
-                let mount = clone_mount(libc::AT_FDCWD, &text(&path)?)?;
-                set_mount_attributes(
-                    mount.as_raw_fd(),
-                    MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC,
-                    None,
-                )?;
-                // Attached beside the file itself, so that this thread may clone it again for each sandbox.
-                attach_mount(mount.as_raw_fd(), &text(&path)?)?;
-                mounts.push(sysapi::open_at(
-                    libc::AT_FDCWD,
-                    &text(&path)?,
-                    libc::O_PATH,
-                )?);
+                let (path, partial) =
+                    (directory.join(name), directory.join(format!("{name}.part")));
+                if !path.exists() {
+                    File::create(&partial)?.write_all(content.as_bytes())?;
+                    std::fs::rename(&partial, &path)?;
+                }
+                paths.push(text(&path)?);
             }
-            self.covers.insert(key.clone(), mounts);
+            self.covers.insert(key.clone(), paths);
         }
-        Ok(&self.covers[key])
+        let attributes =
+            MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC;
+        self.covers[key]
+            .iter()
+            .map(|path| {
+                let mount = clone_mount(libc::AT_FDCWD, path)?;
+                set_mount_attributes(mount.as_raw_fd(), attributes, None)?;
+                Ok(mount)
+            })
+            .collect()
     }
 }
 

@@ -70,7 +70,10 @@ impl Node {
     /// Opens everything. Must be called before the spawner leaves the host's mount namespace, which [`leave_host_mounts`] does afterwards.
     pub fn open(options: &Options) -> io::Result<Self> {
         let run = &options.run_dir;
-        directory(run, 0o755)?;
+        // Where it is there, its mode is the supervisor's choice: the service makes files in it.
+        if !run.exists() {
+            directory(run, 0o755)?;
+        }
         directory(&run.join("meta"), 0o700)?;
         directory(&run.join("bin"), 0o755)?;
         directory(&run.join("c"), 0o711)?;

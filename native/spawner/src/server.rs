@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::{mpsc, Arc, Mutex, PoisonError};
 
 use crate::create::{self, Creator, Spec};
+use crate::doctor;
 use crate::kill;
 use crate::node::{self, Node};
 use crate::options::Options;
@@ -43,6 +44,7 @@ struct Server {
     node: Node,
     registry: Registry,
     run_dir: String,
+    features: Vec<(String, String)>,
     creates: Mutex<mpsc::Sender<(Peer, u64, Box<Spec>)>>,
     ends: Mutex<mpsc::Sender<(Peer, u64, String, bool)>>,
     others: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
@@ -53,12 +55,16 @@ struct Server {
 
 /// Runs until SIGTERM or SIGINT, which leave sandboxes as they are.
 pub fn run(options: &Options) -> io::Result<()> {
+    // Started again through /proc/self/exe it would be called "exe".
+    // SAFETY: a constant NUL-terminated string.
+    unsafe { libc::prctl(libc::PR_SET_NAME, c"dsec-spawner".as_ptr()) };
     raise_descriptor_limit()?;
     let null = File::options().read(true).write(true).open("/dev/null")?;
     let creators = (0..CREATORS)
         .map(|index| Creator::reserve(index, &null))
         .collect::<io::Result<Vec<_>>>()?;
     let node = Node::open(options)?;
+    let features = doctor::features(options);
     let listener = bind(options)?;
     node::leave_host_mounts(options)?;
     let (creates, to_create) = mpsc::channel();
@@ -68,6 +74,7 @@ pub fn run(options: &Options) -> io::Result<()> {
         node,
         registry: Registry::default(),
         run_dir: options.run_dir.to_string_lossy().into_owned(),
+        features,
         creates: Mutex::new(creates),
         ends: Mutex::new(ends),
         others: Mutex::new(others),
@@ -368,6 +375,7 @@ impl Server {
                 scratch,
                 scratch_used,
                 uid_base: u64::from(self.node.uid_base),
+                features: &self.features,
             },
         )
     }

@@ -265,10 +265,12 @@ pub struct Facts<'a> {
     pub scratch: u64,
     pub scratch_used: u64,
     pub uid_base: u64,
+    /// Kernel feature to what was found, or to what its lack costs.
+    pub features: &'a [(String, String)],
 }
 
 pub fn hello(id: u64, facts: &Facts) -> Vec<u8> {
-    answer(id, 9)
+    let out = answer(id, 9)
         .text("version")
         .text(env!("CARGO_PKG_VERSION"))
         .text("kernel")
@@ -279,14 +281,18 @@ pub fn hello(id: u64, facts: &Facts) -> Vec<u8> {
         .unsigned(facts.memory)
         .text("cgroup")
         .text(facts.cgroup)
-        .text("features")
-        .map(0)
         .text("scratch")
         .unsigned(facts.scratch)
         .text("scratch_used")
         .unsigned(facts.scratch_used)
         .text("uid_base")
         .unsigned(facts.uid_base)
+        .text("features")
+        .map(facts.features.len());
+    facts
+        .features
+        .iter()
+        .fold(out, |out, (name, found)| out.text(name).text(found))
         .finish()
 }
 
@@ -323,11 +329,12 @@ pub fn list_answer(id: u64, sandboxes: &[Listed]) -> Vec<u8> {
     let mut out = answer(id, 1).text("sandboxes").array(sandboxes.len());
     for one in sandboxes {
         out = out
-            .map(6)
+            .map(if one.slot.is_some() { 6 } else { 5 })
             .text("sandbox")
-            .text(&one.sandbox)
-            .text("slot")
-            .optional(one.slot, |out, slot| out.unsigned(u64::from(slot)));
+            .text(&one.sandbox);
+        if let Some(slot) = one.slot {
+            out = out.text("slot").unsigned(u64::from(slot));
+        }
         out = out
             .text("pid")
             .unsigned(one.pid as u64)
