@@ -65,7 +65,7 @@ def _measured(claim: Claim, quick: bool) -> Result:
     except asyncio.CancelledError:
         sys.exit("interrupted; everything that was started is gone")
     except (WrongAnswer, DebianRootError, InstanceError, DSecError) as error:
-        sys.exit(f"{claim.name}: {type(error).__name__}: {error}")
+        sys.exit("\n".join((f"{claim.name}: {type(error).__name__}: {error}", *getattr(error, "__notes__", ()))))
 
 
 def _list_claims() -> None:

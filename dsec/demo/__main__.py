@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; everything that was started is gone", file=sys.stderr)
         return 130
     except (instance.InstanceError, DebianRootError, DSecError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join((f"error: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         return 1
 
 

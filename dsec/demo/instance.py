@@ -35,7 +35,7 @@ SERVICE_UIDS = range(60_100, 60_900)
 
 
 class InstanceError(Exception):
-    """The service didn't start or ended by itself; the message holds the end of its log."""
+    """The service didn't start or ended by itself."""
 
 
 @dataclass
@@ -66,7 +66,8 @@ async def running(name: str, *, scratch_mb: int, parent: Path | None = None) -> 
     """Starts an instance and ends it when the block is left, however that happens. Needs root.
 
     ``name`` (short, ``[a-z0-9-]``) goes into its directory's and its cgroup's name; ``scratch_mb`` is allocated for writable layers;
-    ``parent`` is where its directory is made (the system's temporary directory). Raises InstanceError if it doesn't answer in time.
+    ``parent`` is where its directory is made (the system's temporary directory). Raises InstanceError if it doesn't answer in time. Whatever is
+    raised within the block gets the end of the service's log as a note.
     """
     base = Path(tempfile.mkdtemp(prefix=f"dsec-{name}-", dir=parent))
     os.chmod(base, 0o711)  # the service user passes through to what is its own
@@ -81,6 +82,9 @@ async def running(name: str, *, scratch_mb: int, parent: Path | None = None) -> 
         try:
             config = await _answering(process, base)
             yield Instance(config.url, config.api_key or "", marks, before, base / "log", process)
+        except Exception as error:
+            error.add_note(f"the end of the service's log:\n{_end_of(base / 'log')}")
+            raise
         finally:
             await asyncio.shield(_stop(process))
     finally:
@@ -119,7 +123,7 @@ async def _answering(process: asyncio.subprocess.Process, base: Path) -> LocalCo
     deadline = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
         if process.returncode is not None:
-            raise InstanceError(f"`dsec up` ended with status {process.returncode}:\n{_end_of(base / 'log')}")
+            raise InstanceError(f"`dsec up` ended with status {process.returncode}")
         try:
             config = msgspec.json.decode((base / "local.json").read_bytes(), type=LocalConfig)
             host, _, port = config.url.removeprefix("http://").rstrip("/").rpartition(":")
@@ -129,7 +133,7 @@ async def _answering(process: asyncio.subprocess.Process, base: Path) -> LocalCo
             continue
         writer.close()
         return config
-    raise InstanceError(f"`dsec up` didn't answer within {START_DEADLINE_S:.0f} s:\n{_end_of(base / 'log')}")
+    raise InstanceError(f"`dsec up` didn't answer within {START_DEADLINE_S:.0f} s")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
