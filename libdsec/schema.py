@@ -18,8 +18,9 @@ MAX_OUTPUT_DEFAULT = 10 * MB
 """Bytes that a captured command keeps of each stream unless told otherwise."""
 MAX_OUTPUT_LIMIT = 64 * MB
 """The most that ``max_output`` may ask for; more is read with ``start``."""
-MAX_ARGS_BYTES = 1 * MB
-"""The most that argv and env of one command may take together (the kernel's own limit is 2 MB)."""
+MAX_ARGS_BYTES = 3 * MB // 2
+"""The most that argv and env of one command may take together. The kernel's own limit is a quarter of the stack's, 2 MB, pointers and the
+sandbox's own variables included (execve(2))."""
 MAX_BATCH = 32_000
 """Sandboxes in one create request."""
 

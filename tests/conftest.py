@@ -22,7 +22,7 @@ from dsec.images.debian import debian_root_tar
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE_PACKAGES = ("python3", "procps", "busybox-static")
+BASE_PACKAGES = ("python3", "procps", "adduser", "passwd")
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 60.0
 

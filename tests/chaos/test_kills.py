@@ -156,7 +156,7 @@ async def test_a_client_killed_during_a_batch_leaves_only_what_its_key_finds(sha
         from libdsec import DSecClient, DSecContainerRunArgs
         async def main():
             async with DSecClient({shaken.url!r}, {shaken.api_key!r}) as client:
-                args = DSecContainerRunArgs(container_image={IMAGE!r}, memory_limit_mb=256, idempotency_key={key!r})
+                args = DSecContainerRunArgs(container_image={IMAGE!r}, memory_limit_mb=256, disk_limit_mb=256, idempotency_key={key!r})
                 async for item in client.run_many(args, count=32):
                     print(item.sandbox.id, flush=True)
         asyncio.run(main())
@@ -185,7 +185,7 @@ async def test_an_instance_stopped_softly_keeps_its_sandboxes_for_the_next_start
         assert first.cgroup_dirs(), "SIGTERM must leave sandboxes running"
         second = await asyncio.to_thread(start_instance, Path(home), scratch_mb=2048)
         try:
-            async with DSecClient(second.url, first.api_key) as client:
+            async with DSecClient(second.url, second.api_key) as client:
                 again = await client.attach(sandbox.id)
                 assert await again.files.read_text("/kept") == "still here"
         finally:

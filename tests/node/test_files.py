@@ -175,3 +175,10 @@ async def test_whiteout_names_in_an_upload_are_plain_files(sandbox: Sandbox, cli
     async with aiohttp.ClientSession() as session, session.put(url, data=archive, headers={"Authorization": f"Bearer {client.api_key}"}) as reply:
         assert reply.status == 200, await reply.text()
     assert {entry.name for entry in await sandbox.files.list("/srv/up")} == {"kept", ".wh.kept"}
+
+
+async def test_a_file_that_its_user_may_not_write_stays_as_it_is(sandbox: Sandbox) -> None:
+    await sandbox.exec("mkdir /srv/own && echo kept > /srv/own/f && chmod 444 /srv/own/f && chown -R nobody /srv/own")
+    with pytest.raises(PermissionDenied):
+        await sandbox.files.write("/srv/own/f", b"replaced", user="nobody")
+    assert await sandbox.files.read_text("/srv/own/f") == "kept\n"

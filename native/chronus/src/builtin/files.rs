@@ -119,6 +119,8 @@ pub fn write(arguments: &BuiltinArgs) -> Result<()> {
         }
         Ok(metadata) => {
             refuse_irregular(&metadata, &arguments.path)?;
+            // A rename over it would not ask whether the user may write it. (Opening it would: and have overlayfs copy it whole.)
+            may_write(&target).map_err(|error| fail("open", &error))?;
             Some(metadata)
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -140,6 +142,12 @@ pub fn write(arguments: &BuiltinArgs) -> Result<()> {
             .text("size")
             .unsigned(size.map_err(|error| fail("write", &error))?),
     )
+}
+
+fn may_write(target: &Path) -> io::Result<()> {
+    let path = CString::new(target.as_os_str().as_bytes())?;
+    // SAFETY: path is NUL-terminated and outlives the call.
+    check(unsafe { libc::access(path.as_ptr(), libc::W_OK) }).map(drop)
 }
 
 /// The path that a write to `name` means: a final symlink stands for its target, also for one that doesn't exist yet.
