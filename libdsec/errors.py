@@ -45,8 +45,16 @@ class DSecError(Exception):
     status: ClassVar[int] = 500
     retriable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = None, errno: int | None = None,
-                 reason: str | None = None, at: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after: float | None = None,
+        errno: int | None = None,
+        reason: str | None = None,
+        at: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field

@@ -17,6 +17,7 @@ from dsec.edge.failures import of_builtin
 from dsec.edge.ids import new_exec_id
 from dsec.edge.inventory import Inventory
 from dsec.edge.sandbox import Sandbox, os_encode, refusal
+from dsec.edge.spawner import Denial
 from dsec.edge.states import takes
 from libdsec.errors import DSecError, Unavailable
 
@@ -103,6 +104,13 @@ class Agents:
             sandbox.dead.set_result(status)
         elif sandbox.state == "running" and sandbox.settling is None:
             self._endings.fail(sandbox, _how_it_ended(status))
+
+    def on_denied(self, denial: Denial) -> None:
+        """The spawner says that a sandbox's filter refused a system call."""
+        sandbox = self._inventory.get(denial.sandbox)
+        if sandbox is not None:
+            more = "; further ones are not reported" if denial.last else ""
+            sandbox.note(self._inventory.clock.wall(), "denied", f"{denial.call} was refused (process {denial.pid} of the host){more}")
 
     def _on_lost(self, sandbox: Sandbox, lost: ChannelLost) -> None:
         sandbox.channel = None

@@ -19,7 +19,7 @@ from dsec.edge.metrics import EdgeMetrics
 from dsec.edge.ports import Ports, PortSigner
 from dsec.edge.routes import EdgeApp, PortsApp, routes
 from dsec.edge.sandboxes import ConnectSpawner, Sandboxes
-from dsec.edge.spawner import Spawner
+from dsec.edge.spawner import Listener, Spawner
 from dsec.edge.starts import Resolver
 from libdsec.schema import NodeInfo
 
@@ -88,5 +88,5 @@ class Edge:
         """Metadata digests of the layers that live sandboxes hold, as the image store writes them."""
         return self.sandboxes.inventory.layers.in_use()
 
-    async def _connect_spawner(self, on_exited: Callable[[str, int], None], on_reconnected: Callable[[], None]) -> Spawner:
-        return await Spawner.connect(str(self.config.spawner_socket), on_exited=on_exited, on_reconnected=on_reconnected)
+    async def _connect_spawner(self, listener: Listener, on_reconnected: Callable[[], None]) -> Spawner:
+        return await Spawner.connect(str(self.config.spawner_socket), listener=listener, on_reconnected=on_reconnected)

@@ -18,7 +18,7 @@ from dsec.edge.layers import LayerMounts
 from dsec.edge.lifetimes import Lifetimes
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
-from dsec.edge.spawner import Spawner
+from dsec.edge.spawner import Listener, Spawner
 from dsec.edge.starts import Resolver, Starts
 from dsec.edge.states import ENDED
 from dsec.edge.sweep import Sweep
@@ -29,7 +29,7 @@ from libdsec.schema import Backend, PatchRequest, RunArgs, SandboxInfo, SandboxP
 LIST_LIMIT = 1_000
 """Entries of one page."""
 
-ConnectSpawner = Callable[[Callable[[str, int], None], Callable[[], None]], Awaitable[Spawner]]
+ConnectSpawner = Callable[[Listener, Callable[[], None]], Awaitable[Spawner]]
 
 
 class Sandboxes:
@@ -60,7 +60,7 @@ class Sandboxes:
         """Opens the journal, connects to the spawner, adopts what lives, sweeps what has no owner. Raises JournalError, SpawnerError."""
         inventory = self.inventory
         inventory.epoch = await inventory.journal.open()
-        inventory.spawner = await self._connect_spawner(self.agents.on_exited, self.sweep.on_spawner_back)
+        inventory.spawner = await self._connect_spawner(self.agents, self.sweep.on_spawner_back)
         inventory.facts = await inventory.spawner.hello()
         inventory.layers = LayerMounts(inventory.spawner)
         await self.sweep.adopt()

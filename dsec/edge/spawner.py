@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -155,19 +155,40 @@ class _Exited(msgspec.Struct):
     status: int
 
 
+class Denial(msgspec.Struct):
+    """A system call that a sandbox's filter refused. ``last``: the last one that is reported of it."""
+
+    sandbox: str
+    call: str
+    pid: int
+    """On the host."""
+    last: bool
+
+
 _head = msgspec.msgpack.Decoder(_Head)
 _exited = msgspec.msgpack.Decoder(_Exited)
+_denial = msgspec.msgpack.Decoder(Denial)
 _encoder = msgspec.msgpack.Encoder()
+
+
+class Listener(Protocol):
+    """Who is told what the spawner tells unasked."""
+
+    def on_exited(self, sandbox: str, status: int, /) -> None:
+        """A sandbox's chronus has died, with this wait status."""
+
+    def on_denied(self, denial: Denial, /) -> None:
+        """A sandbox's filter refused a call."""
 
 
 class Spawner:
     """All verbs of the spawner. Every call raises SpawnerError if the spawner refuses, and SpawnerLost if it goes away during the call or
     can't be reached for 10 s before it. Cancelling a call doesn't take it back."""
 
-    def __init__(self, path: str, *, on_exited: Callable[[str, int], None], on_reconnected: Callable[[], None]) -> None:
+    def __init__(self, path: str, *, listener: Listener, on_reconnected: Callable[[], None]) -> None:
         """Use :meth:`connect`."""
         self._path = path
-        self._on_exited = on_exited
+        self._listener = listener
         self._on_reconnected = on_reconnected
         self._last_id = 0
         self._connection: _Connection | None = None
@@ -175,13 +196,12 @@ class Spawner:
         self._closed = False
 
     @classmethod
-    async def connect(cls, path: str, *, on_exited: Callable[[str, int], None], on_reconnected: Callable[[], None]) -> Spawner:
+    async def connect(cls, path: str, *, listener: Listener, on_reconnected: Callable[[], None]) -> Spawner:
         """Connect to the socket at ``path``; raises SpawnerLost if nobody answers there for 10 s.
 
-        ``on_exited(sandbox, status)`` is called when a sandbox's chronus has died, with its wait status. ``on_reconnected()`` is called
-        after each later connection: what exited meanwhile was not reported.
+        ``listener`` is told of events; ``on_reconnected()`` is called after each later connection: what happened meanwhile was not reported.
         """
-        spawner = cls(path, on_exited=on_exited, on_reconnected=on_reconnected)
+        spawner = cls(path, listener=listener, on_reconnected=on_reconnected)
         try:
             await spawner._connected()
         except BaseException:
@@ -280,7 +300,7 @@ class Spawner:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LAST_RETRY_S)
             else:
-                self._connection = _Connection(reader, writer, self._on_exited, self._on_lost)
+                self._connection = _Connection(reader, writer, self._listener, self._on_lost)
                 return self._connection
 
     def _on_lost(self) -> None:
@@ -297,11 +317,9 @@ class Spawner:
 class _Connection:
     """One connection, until it breaks: requests out, replies and events in."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_exited: Callable[[str, int], None], on_lost: Callable[[], None]
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: Listener, on_lost: Callable[[], None]) -> None:
         self._writer = writer
-        self._on_exited = on_exited
+        self._listener = listener
         self._on_lost = on_lost
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._broken: str | None = None
@@ -352,11 +370,14 @@ class _Connection:
 
     def _take(self, frame: bytes) -> None:
         head = _head.decode(frame)
+        # Events by the loop, as a reply's consequences are: all run in the order of arrival, and what a listener raises can't break the
+        # connection.
         if head.event == "exited":
             event = _exited.decode(frame)
-            # By the loop, as a reply's consequences are: all run in the order of arrival, and what the callback raises can't break the
-            # connection.
-            asyncio.get_running_loop().call_soon(self._on_exited, event.sandbox, event.status)
+            asyncio.get_running_loop().call_soon(self._listener.on_exited, event.sandbox, event.status)
+            return
+        if head.event == "denied":
+            asyncio.get_running_loop().call_soon(self._listener.on_denied, _denial.decode(frame))
             return
         reply = None if head.id is None else self._waiting.get(head.id)
         # Nobody may be waiting any more, for the call was cancelled.

@@ -117,7 +117,9 @@ async def test_a_killed_spawner_leaves_sandboxes_running_and_creation_working(sh
 
 @pytest.mark.parametrize("part", ["dsec.serve", "dsec-spawner"])
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1, 0.2])
-async def test_a_kill_in_the_midst_of_creating_leaves_what_was_told(shaken: Instance, shaken_client: DSecClient, part: str, delay_s: float) -> None:
+async def test_a_kill_in_the_midst_of_creating_leaves_what_was_told(
+    shaken: Instance, shaken_client: DSecClient, part: str, delay_s: float
+) -> None:
     told: list[Sandbox] = []
 
     async def create() -> None:

@@ -126,7 +126,7 @@ async def test_exit_ends_a_session_and_the_next_call_says_so(sandbox: Sandbox) -
 
 
 async def test_output_cannot_forge_an_exit_code(sandbox: Sandbox) -> None:
-    result = await sandbox.run_shell("for fd in 3 4 5 6 7 8 9; do sh -c \"echo 0 >&$fd\" 2>/dev/null; done; (exit 6)")
+    result = await sandbox.run_shell('for fd in 3 4 5 6 7 8 9; do sh -c "echo 0 >&$fd" 2>/dev/null; done; (exit 6)')
     assert result.exit_code == 6
 
 

@@ -161,7 +161,10 @@ def _entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 async def test_hostile_archives_are_refused_and_nothing_leaves_the_directory(sandbox: Sandbox, client: DSecClient, archive: bytes) -> None:
     await sandbox.files.mkdir("/srv/in/side")
     url = f"{client.url}/v1/sandboxes/{sandbox.id}/files/tar?path=/srv/in/side"
-    async with aiohttp.ClientSession() as session, session.put(url, data=archive, headers={"Authorization": f"Bearer {client.api_key}"}) as reply:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.put(url, data=archive, headers={"Authorization": f"Bearer {client.api_key}"}) as reply,
+    ):
         assert 400 <= reply.status < 500, await reply.text()
         assert (await reply.json())["error"]["message"]
     assert [entry.name for entry in await sandbox.files.list("/srv/in")] == ["side"]
@@ -172,7 +175,10 @@ async def test_whiteout_names_in_an_upload_are_plain_files(sandbox: Sandbox, cli
     await sandbox.files.write("/srv/up/kept", b"1")
     archive = _tar((_entry(".wh.kept"), b""))
     url = f"{client.url}/v1/sandboxes/{sandbox.id}/files/tar?path=/srv/up"
-    async with aiohttp.ClientSession() as session, session.put(url, data=archive, headers={"Authorization": f"Bearer {client.api_key}"}) as reply:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.put(url, data=archive, headers={"Authorization": f"Bearer {client.api_key}"}) as reply,
+    ):
         assert reply.status == 200, await reply.text()
     assert {entry.name for entry in await sandbox.files.list("/srv/up")} == {"kept", ".wh.kept"}
 

@@ -40,9 +40,12 @@ async def tools(client: DSecClient, tools_image: str) -> AsyncIterator[Sandbox]:
 CASES = {
     "sudo": ("useradd -m u && echo 'u ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/u && su u -c 'sudo id -u'", "0\n"),
     "setuid": ("cp /usr/bin/id /tmp/id && chmod u+s /tmp/id && useradd -m v && su v -c '/tmp/id -u'", "0\n"),
-    "git": ("cd /tmp && git init -q r && cd r && echo a > f && git add f && git -c user.name=n -c user.email=e@x commit -qm m && git log --format=%s", "m\n"),
+    "git": (
+        "cd /tmp && git init -q r && cd r && echo a > f && git add f && git -c user.name=n -c user.email=e@x commit -qm m && git log --format=%s",
+        "m\n",
+    ),
     "gcc -j": (
-        "mkdir /b && cd /b && for i in 1 2 3 4; do echo \"int f$i(void){return $i;}\" > f$i.c; done;"
+        'mkdir /b && cd /b && for i in 1 2 3 4; do echo "int f$i(void){return $i;}" > f$i.c; done;'
         " echo 'int f1(void),f4(void);int main(void){return f1()+f4()-5;}' > m.c;"
         " printf 'a: f1.o f2.o f3.o f4.o m.o\\n\\tgcc -o a $^\\n' > Makefile; make -s -j4 && ./a && echo built",
         "built\n",
@@ -53,7 +56,7 @@ CASES = {
     "java": ("java -XshowSettings:vm -version >/tmp/j 2>&1 && echo ran", "ran\n"),
     "pip from a local wheel": (
         "mkdir -p /w/pkg_x && cd /w && echo 'V=5' > pkg_x/__init__.py &&"
-        " printf 'from setuptools import setup\\nsetup(name=\"pkg_x\",version=\"1\",packages=[\"pkg_x\"])\\n' > setup.py &&"
+        ' printf \'from setuptools import setup\\nsetup(name="pkg_x",version="1",packages=["pkg_x"])\\n\' > setup.py &&'
         " python3 -m venv --system-site-packages /v >/dev/null && /v/bin/pip wheel -q --no-build-isolation --no-index -w /dist . &&"
         " /v/bin/pip install -q --no-index --find-links /dist pkg_x && cd / && /v/bin/python -c 'import pkg_x; print(pkg_x.V)'",
         "5\n",
@@ -65,8 +68,11 @@ CASES = {
         " rm -f /etc/apt/sources.list.d/* && apt-get update -qq >/dev/null 2>&1 && apt-get install -y -qq tinything >/dev/null 2>&1 && cat /usr/share/tinything",
         "x\n",
     ),
-    "chown and tar keep owners": ("cd /tmp && touch o && chown 1000:1001 o && tar cf o.tar o && rm o && tar xf o.tar && stat -c %u:%g o", "1000:1001\n"),
-    "threads and shared memory": ("python3 -c \"from multiprocessing import Pool;print(sum(Pool(4).map(abs,range(-9,0))))\"", "45\n"),
+    "chown and tar keep owners": (
+        "cd /tmp && touch o && chown 1000:1001 o && tar cf o.tar o && rm o && tar xf o.tar && stat -c %u:%g o",
+        "1000:1001\n",
+    ),
+    "threads and shared memory": ('python3 -c "from multiprocessing import Pool;print(sum(Pool(4).map(abs,range(-9,0))))"', "45\n"),
     "rename of a directory from a layer": ("mv /usr/share/doc /usr/share/doc2 && ls -d /usr/share/doc2", "/usr/share/doc2\n"),
 }
 

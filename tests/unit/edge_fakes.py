@@ -19,7 +19,7 @@ from dsec.edge import Edge, EdgeConfig
 from dsec.edge.cgroups import Usage
 from dsec.edge.channel import ChannelError, ChannelLost, ExecEntry, Exit, Shell, Start
 from dsec.edge.deadlines import Clock
-from dsec.edge.spawner import KernelSandbox, KillFigures, NodeFacts, SandboxSpec, Spawned, SpawnerError, SpawnerLost
+from dsec.edge.spawner import KernelSandbox, KillFigures, Listener, NodeFacts, SandboxSpec, Spawned, SpawnerError, SpawnerLost
 from dsec.images import Environment
 from libdsec.errors import ImageNotFound
 from libdsec.schema import DiffEntry, ImageConfig, LayerInfo
@@ -256,8 +256,8 @@ class Node:
         self.on_exited: Callable[[str, int], None] = lambda sandbox, status: None
         self.on_reconnected: Callable[[], None] = lambda: None
 
-    async def connect_spawner(self, on_exited: Callable[[str, int], None], on_reconnected: Callable[[], None]) -> FakeSpawner:
-        self.on_exited, self.on_reconnected = on_exited, on_reconnected
+    async def connect_spawner(self, listener: Listener, on_reconnected: Callable[[], None]) -> FakeSpawner:
+        self.on_exited, self.on_reconnected = listener.on_exited, on_reconnected
         return FakeSpawner(self)
 
     async def connect_channel(self, path: str, on_lost: Callable[[ChannelLost], None], timeout_s: float) -> FakeChannel:

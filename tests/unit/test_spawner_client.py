@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dsec.edge import spawner as client
-from dsec.edge.spawner import KernelSandbox, KillFigures, NodeFacts, SandboxSpec, Spawned, Spawner, SpawnerError, SpawnerLost
+from dsec.edge.spawner import Denial, KernelSandbox, KillFigures, NodeFacts, SandboxSpec, Spawned, Spawner, SpawnerError, SpawnerLost
 
 DEADLINE_S = 10
 
@@ -79,7 +79,11 @@ class Calls:
     """What the client told its owner."""
 
     exited: asyncio.Queue[tuple[str, int]] = field(default_factory=asyncio.Queue)
+    denied: asyncio.Queue[Denial] = field(default_factory=asyncio.Queue)
     reconnected: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_denied(self, denial: Denial) -> None:
+        self.denied.put_nowait(denial)
 
     def on_exited(self, sandbox: str, status: int) -> None:
         self.exited.put_nowait((sandbox, status))
@@ -106,7 +110,7 @@ async def spawner(fake: FakeSpawner, calls: Calls) -> AsyncIterator[Spawner]:
 
 
 async def connect(fake: FakeSpawner, calls: Calls) -> Spawner:
-    return await Spawner.connect(str(fake.path), on_exited=calls.on_exited, on_reconnected=calls.reconnected.set)
+    return await Spawner.connect(str(fake.path), listener=calls, on_reconnected=calls.reconnected.set)
 
 
 async def answered(call: Awaitable[object], fake: FakeSpawner, result: Map) -> tuple[object, Map]:
@@ -187,6 +191,8 @@ async def test_events_reach_the_owner_between_replies(fake: FakeSpawner, spawner
     fake.send(msgspec.msgpack.encode({"event": "exited", "sandbox": "sb-1", "status": 9}))
     fake.send(msgspec.msgpack.encode({"event": "of a later version"}))
     assert await asyncio.wait_for(calls.exited.get(), DEADLINE_S) == ("sb-1", 9)
+    fake.send(msgspec.msgpack.encode({"event": "denied", "sandbox": "sb-1", "call": "bpf", "pid": 7, "last": False}))
+    assert await asyncio.wait_for(calls.denied.get(), DEADLINE_S) == Denial("sb-1", "bpf", 7, False)
     assert (await answered(spawner.layers(), fake, {"layers": ["ab"]}))[0] == ["ab"]
 
 
@@ -238,7 +244,7 @@ async def test_a_spawner_that_stays_away_fails_calls_after_their_patience(
 async def test_connecting_where_nobody_listens_fails(tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WAIT_FOR_SPAWNER_S", 0.05)
     with pytest.raises(SpawnerLost):
-        await Spawner.connect(str(tmp_path / "s"), on_exited=calls.on_exited, on_reconnected=calls.reconnected.set)
+        await Spawner.connect(str(tmp_path / "s"), listener=calls, on_reconnected=calls.reconnected.set)
     assert [task for task in asyncio.all_tasks() if "spawner" in task.get_name() and not task.cancelling()] == []
 
 

@@ -9,7 +9,7 @@ use std::os::fd::RawFd;
 use libc::{c_int, c_ulong, sock_filter, sock_fprog};
 
 use crate::covers;
-use crate::sysapi::{MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
+use crate::sysapi::{self, MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
 
 /// Told to the parent once the descriptor table is the child's own; no step has this number.
 pub const UNSHARED: u8 = 255;
@@ -110,6 +110,9 @@ const CGROUP_FD: c_int = 4;
 const CONFIGURATION_FD: c_int = 5;
 const SOCKET_FD: c_int = 6;
 const CHRONUS_FD: c_int = 7;
+
+/// SECCOMP_FILTER_FLAG_NEW_LISTENER: the call returns the descriptor at which reported calls arrive.
+const NEW_LISTENER: libc::c_ulong = 8;
 
 static UNSHARED_BYTE: u8 = UNSHARED;
 
@@ -321,14 +324,23 @@ unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
             len: plan.filter.len() as u16,
             filter: plan.filter.as_ptr().cast_mut(),
         };
-        step(
+        let listener = step(
             20,
             libc::syscall(
                 libc::SYS_seccomp,
                 libc::SECCOMP_SET_MODE_FILTER,
-                0,
+                NEW_LISTENER,
                 &program,
             ),
+        )?;
+        // The kernel closes it here at the exec.
+        step(
+            20,
+            if sysapi::send_fds(SOCKET_FD, &[listener as RawFd]).is_ok() {
+                0
+            } else {
+                -1
+            },
         )?;
         let arguments = [c"chronus".as_ptr(), std::ptr::null()];
         let environment = [std::ptr::null::<libc::c_char>()];

@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::time::Instant;
@@ -46,6 +46,8 @@ pub struct Spec {
 pub struct Created {
     pub pid: i32,
     pub pidfd: OwnedFd,
+    /// Where the system calls arrive that its filter reports.
+    pub denials: OwnedFd,
     /// Step to microseconds.
     pub timings: Vec<(&'static str, u64)>,
 }
@@ -182,10 +184,11 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
         base,
         born_in_v2,
     };
-    raise(node, creator, spec, &newborn, &mut clock).inspect_err(|_| reap(&pidfd))?;
+    let denials = raise(node, creator, spec, &newborn, &mut clock).inspect_err(|_| reap(&pidfd))?;
     Ok(Created {
         pid,
         pidfd,
+        denials,
         timings: clock.timings,
     })
 }
@@ -200,14 +203,14 @@ struct Newborn {
     born_in_v2: bool,
 }
 
-/// Gives the child its ids, groups and mounts, and waits until chronus runs.
+/// Gives the child its ids, groups and mounts, and waits until chronus runs. Returns where its reported calls arrive.
 fn raise(
     node: &Node,
     creator: &Creator,
     spec: &Spec,
     newborn: &Newborn,
     clock: &mut Clock,
-) -> io::Result<()> {
+) -> io::Result<OwnedFd> {
     let Newborn {
         pid, slot, base, ..
     } = *newborn;
@@ -242,50 +245,55 @@ fn raise(
     let mut mounts = vec![tree.root.as_raw_fd(), tree.dev.as_raw_fd()];
     mounts.extend(tree.covers.iter().map(AsRawFd::as_raw_fd));
     // Its table of descriptors was this process's until now, so the reserved numbers could not be taken back before.
-    expect(&newborn.socket, Report::Unshared)?;
+    let Report::Unshared = next_report(&newborn.socket)? else {
+        return Err(died("it was on its own"));
+    };
     creator.clear(node.null.as_raw_fd())?;
     sysapi::send_fds(newborn.socket.as_raw_fd(), &mounts)?;
     drop(tree);
-    expect(&newborn.socket, Report::Exec)?;
+    let Report::Filtered(denials) = next_report(&newborn.socket)? else {
+        return Err(died("its filter was loaded"));
+    };
+    let Report::Exec = next_report(&newborn.socket)? else {
+        return Err(died("chronus ran"));
+    };
     clock.mark("child");
-    Ok(())
+    Ok(denials)
 }
 
-/// What the child tells: that it has its own descriptor table, that chronus runs (its end of the socket closes), or which step failed.
-#[derive(PartialEq, Eq, Debug)]
+/// What the child tells, in this order: that it has its own descriptor table, that its filter is loaded, that chronus runs (its end of the socket
+/// closes). Or which step failed, which is an error.
 enum Report {
     Unshared,
+    /// Where reported system calls arrive.
+    Filtered(OwnedFd),
     Exec,
 }
 
-fn expect(socket: &OwnedFd, expected: Report) -> io::Result<()> {
+fn next_report(socket: &OwnedFd) -> io::Result<Report> {
     if !sysapi::wait_readable(socket.as_raw_fd(), CHILD_DEADLINE_MS)? {
         return Err(io::Error::new(
             io::ErrorKind::TimedOut,
             "the sandbox's first process did not get to run chronus in time",
         ));
     }
-    let mut stream = File::from(socket.try_clone()?);
-    let mut byte = [0_u8; 1];
-    let report = match (stream.read(&mut byte)?, byte[0]) {
-        (0, _) => Report::Exec,
-        (_, child::UNSHARED) => Report::Unshared,
-        (_, step) => {
-            stream.read_exact(&mut byte)?;
-            let error = io::Error::from_raw_os_error(i32::from(byte[0]));
+    match sysapi::receive(socket.as_raw_fd())? {
+        None => Ok(Report::Exec),
+        Some((_, Some(listener))) => Ok(Report::Filtered(listener)),
+        Some((child::UNSHARED, None)) => Ok(Report::Unshared),
+        Some((step, None)) => {
+            let errno = sysapi::receive(socket.as_raw_fd())?.map_or(0, |(byte, _)| byte);
+            let error = io::Error::from_raw_os_error(i32::from(errno));
             let step = child::STEPS
                 .get(usize::from(step))
                 .unwrap_or(&"an unknown step");
-            return Err(io::Error::new(error.kind(), format!("{step}: {error}")));
+            Err(io::Error::new(error.kind(), format!("{step}: {error}")))
         }
-    };
-    if report == expected {
-        Ok(())
-    } else {
-        Err(io::Error::other(format!(
-            "the sandbox's first process died before {expected:?}"
-        )))
     }
+}
+
+fn died(when: &str) -> io::Error {
+    io::Error::other(format!("the sandbox's first process died before {when}"))
 }
 
 fn reap(pidfd: &OwnedFd) {

@@ -5,6 +5,7 @@ mod cgroup;
 mod child;
 mod covers;
 mod create;
+mod denials;
 mod doctor;
 mod kill;
 mod layers;

@@ -15,8 +15,8 @@ const AUDIT_ARCH: u32 = 0xc000_003e;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Verdict {
     Allow,
-    /// EPERM
-    Deny,
+    /// EPERM by the spawner, which is told.
+    Report,
     /// ENOSYS
     Unknown,
     /// `clone` without namespace flags only.
@@ -29,22 +29,27 @@ enum Verdict {
 }
 
 /// Calls that no sandbox needs and each of which reaches into the kernel, the host or another process: mounting, modules, clocks, tracing
-/// hooks, handles past the mount tree, swap, keys.
+/// hooks, handles past the mount tree, swap, keys. Who tries one is refused, and reported.
 #[rustfmt::skip]
-const DENIED: &[c_long] = &[
-    libc::SYS_acct, libc::SYS_add_key, libc::SYS_bpf, libc::SYS_clock_adjtime, libc::SYS_clock_settime, libc::SYS_adjtimex,
-    libc::SYS_delete_module, libc::SYS_finit_module, libc::SYS_init_module, libc::SYS_ioperm, libc::SYS_iopl,
-    libc::SYS_kcmp, libc::SYS_kexec_file_load, libc::SYS_kexec_load, libc::SYS_keyctl, libc::SYS_lookup_dcookie, libc::SYS_mount,
-    libc::SYS_move_pages, libc::SYS_migrate_pages, libc::SYS_name_to_handle_at, libc::SYS_nfsservctl, libc::SYS_open_by_handle_at,
-    libc::SYS_perf_event_open, libc::SYS_pivot_root, libc::SYS_quotactl, libc::SYS_quotactl_fd, libc::SYS_reboot,
-    libc::SYS_request_key, libc::SYS_setns, libc::SYS_settimeofday, libc::SYS_swapon, libc::SYS_swapoff, libc::SYS_sysfs, libc::SYS__sysctl,
-    libc::SYS_syslog, libc::SYS_umount2, libc::SYS_unshare, libc::SYS_uselib, libc::SYS_userfaultfd, libc::SYS_ustat, libc::SYS_vhangup,
-    libc::SYS_fanotify_init, libc::SYS_fanotify_mark, libc::SYS_fsopen, libc::SYS_fsconfig, libc::SYS_fsmount, libc::SYS_fspick,
-    libc::SYS_open_tree, libc::SYS_move_mount, libc::SYS_mount_setattr, libc::SYS_io_uring_setup, libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register, libc::SYS_pidfd_getfd, libc::SYS_process_madvise, libc::SYS_set_mempolicy_home_node,
-    174, 177, 178, // create_module, get_kernel_syms, query_module
-    457, 458, // statmount, listmount
-    467, // open_tree_attr
+const DENIED: &[(&str, c_long)] = &[
+    ("acct", libc::SYS_acct), ("add_key", libc::SYS_add_key), ("bpf", libc::SYS_bpf), ("clock_adjtime", libc::SYS_clock_adjtime),
+    ("clock_settime", libc::SYS_clock_settime), ("adjtimex", libc::SYS_adjtimex), ("delete_module", libc::SYS_delete_module),
+    ("finit_module", libc::SYS_finit_module), ("init_module", libc::SYS_init_module), ("ioperm", libc::SYS_ioperm), ("iopl", libc::SYS_iopl),
+    ("kcmp", libc::SYS_kcmp), ("kexec_file_load", libc::SYS_kexec_file_load), ("kexec_load", libc::SYS_kexec_load),
+    ("keyctl", libc::SYS_keyctl), ("lookup_dcookie", libc::SYS_lookup_dcookie), ("mount", libc::SYS_mount),
+    ("move_pages", libc::SYS_move_pages), ("migrate_pages", libc::SYS_migrate_pages), ("name_to_handle_at", libc::SYS_name_to_handle_at),
+    ("nfsservctl", libc::SYS_nfsservctl), ("open_by_handle_at", libc::SYS_open_by_handle_at), ("perf_event_open", libc::SYS_perf_event_open),
+    ("pivot_root", libc::SYS_pivot_root), ("quotactl", libc::SYS_quotactl), ("quotactl_fd", libc::SYS_quotactl_fd),
+    ("reboot", libc::SYS_reboot), ("request_key", libc::SYS_request_key), ("setns", libc::SYS_setns),
+    ("settimeofday", libc::SYS_settimeofday), ("swapon", libc::SYS_swapon), ("swapoff", libc::SYS_swapoff), ("sysfs", libc::SYS_sysfs),
+    ("sysctl", libc::SYS__sysctl), ("syslog", libc::SYS_syslog), ("umount2", libc::SYS_umount2), ("unshare", libc::SYS_unshare),
+    ("uselib", libc::SYS_uselib), ("userfaultfd", libc::SYS_userfaultfd), ("ustat", libc::SYS_ustat), ("vhangup", libc::SYS_vhangup),
+    ("fanotify_init", libc::SYS_fanotify_init), ("fanotify_mark", libc::SYS_fanotify_mark), ("fsopen", libc::SYS_fsopen),
+    ("fsconfig", libc::SYS_fsconfig), ("fsmount", libc::SYS_fsmount), ("fspick", libc::SYS_fspick), ("open_tree", libc::SYS_open_tree),
+    ("move_mount", libc::SYS_move_mount), ("mount_setattr", libc::SYS_mount_setattr), ("io_uring_setup", libc::SYS_io_uring_setup),
+    ("io_uring_enter", libc::SYS_io_uring_enter), ("io_uring_register", libc::SYS_io_uring_register), ("pidfd_getfd", libc::SYS_pidfd_getfd),
+    ("process_madvise", libc::SYS_process_madvise), ("set_mempolicy_home_node", libc::SYS_set_mempolicy_home_node), ("create_module", 174),
+    ("get_kernel_syms", 177), ("query_module", 178), ("statmount", 457), ("listmount", 458), ("open_tree_attr", 467),
 ];
 
 /// ioctl requests refused by their low 32 bits. The block-mapping ones reach data that the file's own permissions protect (XFS_IOC_SWAPEXT was
@@ -83,7 +88,7 @@ fn verdict(number: u32) -> Verdict {
         libc::SYS_ioctl => Verdict::Ioctl,
         libc::SYS_personality => Verdict::Personality,
         libc::SYS_socket => Verdict::Socket,
-        _ if DENIED.contains(&call) => Verdict::Deny,
+        _ if DENIED.iter().any(|(_, number)| *number == call) => Verdict::Report,
         _ => Verdict::Allow,
     }
 }
@@ -95,6 +100,7 @@ const JSET: u16 = 0x45;
 const RET: u16 = 0x06;
 
 const ALLOW: u32 = 0x7fff_0000;
+const USER_NOTIF: u32 = 0x7fc0_0000;
 const ERRNO: u32 = 0x0005_0000;
 const NR: u32 = 0;
 const ARCH: u32 = 4;
@@ -116,21 +122,21 @@ fn errno(number: i32) -> sock_filter {
     ret(ERRNO | number as u32)
 }
 
-/// Denies when the loaded word equals one of `values`, else allows.
-fn refuse_any_of(index: u32, values: &[u32]) -> Vec<sock_filter> {
+/// Answers with `refusal` when the argument equals one of `values`, else allows.
+fn refuse_any_of(index: u32, values: &[u32], refusal: sock_filter) -> Vec<sock_filter> {
     let mut out = vec![op(LD, 0, 0, argument(index))];
     for (place, value) in values.iter().enumerate() {
         out.push(op(JEQ, (values.len() - place) as u8, 0, *value));
     }
     out.push(ret(ALLOW));
-    out.push(errno(libc::EPERM));
+    out.push(refusal);
     out
 }
 
 fn leaf(verdict: Verdict, cookie: [u64; 2]) -> Vec<sock_filter> {
     match verdict {
         Verdict::Allow => vec![ret(ALLOW)],
-        Verdict::Deny => vec![errno(libc::EPERM)],
+        Verdict::Report => vec![ret(USER_NOTIF)],
         Verdict::Unknown => vec![errno(libc::ENOSYS)],
         Verdict::Clone => vec![
             op(LD, 0, 0, argument(0)),
@@ -155,7 +161,7 @@ fn leaf(verdict: Verdict, cookie: [u64; 2]) -> Vec<sock_filter> {
             out.push(errno(libc::ENOSYS));
             out
         }
-        Verdict::Ioctl => refuse_any_of(1, DENIED_IOCTLS),
+        Verdict::Ioctl => refuse_any_of(1, DENIED_IOCTLS, ret(USER_NOTIF)),
         Verdict::Personality => {
             let mut out = vec![op(LD, 0, 0, argument(0))];
             for (place, value) in PERSONALITIES.iter().enumerate() {
@@ -165,7 +171,7 @@ fn leaf(verdict: Verdict, cookie: [u64; 2]) -> Vec<sock_filter> {
             out.push(ret(ALLOW));
             out
         }
-        Verdict::Socket => refuse_any_of(0, DENIED_FAMILIES),
+        Verdict::Socket => refuse_any_of(0, DENIED_FAMILIES, errno(libc::EPERM)),
     }
 }
 
@@ -188,6 +194,16 @@ fn search(runs: &[(u32, Verdict)], cookie: [u64; 2]) -> Vec<sock_filter> {
     out.extend(below);
     out.extend(search(high, cookie));
     out
+}
+
+/// What a reported call is called.
+pub fn name_of(number: i32, arguments: &[u64; 6]) -> String {
+    let call = c_long::from(number);
+    match DENIED.iter().find(|(_, known)| *known == call) {
+        Some((name, _)) => (*name).to_owned(),
+        None if call == libc::SYS_ioctl => format!("ioctl {:#010x}", arguments[1] as u32),
+        None => format!("system call {number}"),
+    }
 }
 
 /// The program of one sandbox. `cookie` lets its chronus use `clone3`.
@@ -260,7 +276,7 @@ mod tests {
         for number in 0..1000 {
             let expected = match verdict(number) {
                 Verdict::Allow => ALLOW,
-                Verdict::Deny => EPERM,
+                Verdict::Report => USER_NOTIF,
                 Verdict::Unknown => ENOSYS,
                 _ => continue,
             };
@@ -328,7 +344,7 @@ mod tests {
                     libc::SYS_ioctl as u32,
                     [3, high_bits_do_not_help, 0, 0, 0, 0]
                 ),
-                EPERM
+                USER_NOTIF
             );
         }
         assert_eq!(

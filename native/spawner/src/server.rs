@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::{mpsc, Arc, Mutex, PoisonError};
 
 use crate::create::{self, Creator, Spec};
+use crate::denials::Denials;
 use crate::doctor;
 use crate::kill;
 use crate::node::{self, Node};
@@ -48,6 +49,7 @@ struct Server {
     creates: Mutex<mpsc::Sender<(Peer, u64, Box<Spec>)>>,
     ends: Mutex<mpsc::Sender<(Peer, u64, String, bool)>>,
     others: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    denials: Denials,
     watch: OwnedFd,
     watched: Mutex<std::collections::HashMap<u64, (String, Arc<OwnedFd>)>>,
     peers: Mutex<Vec<Peer>>,
@@ -78,6 +80,7 @@ pub fn run(options: &Options) -> io::Result<()> {
         creates: Mutex::new(creates),
         ends: Mutex::new(ends),
         others: Mutex::new(others),
+        denials: Denials::new(epoll()?),
         watch: epoll()?,
         watched: Mutex::default(),
         peers: Mutex::default(),
@@ -112,6 +115,12 @@ pub fn run(options: &Options) -> io::Result<()> {
         while let Ok((peer, id, verb)) = to_do.recv() {
             peer.send(&other.other(id, verb));
         }
+    })?;
+    let refuser = server.clone();
+    start("deny", move || {
+        refuser
+            .denials
+            .answer(|denial| refuser.tell_all(&verbs::denied(denial)))
     })?;
     let watcher = server.clone();
     start("watch", move || watcher.watch_deaths())?;
@@ -291,9 +300,10 @@ impl Server {
         match create::create(&self.node, creator, spec, slot) {
             Ok(made) => {
                 let answer = verbs::created(id, slot, &self.socket_path(slot), &made);
+                let watched = self.denials.watch(&spec.id, made.denials);
                 let pidfd = Arc::new(made.pidfd);
                 self.registry.created(&spec.id, made.pid, pidfd.clone());
-                if let Err(error) = self.watch(&spec.id, pidfd) {
+                if let Err(error) = watched.and_then(|()| self.watch(&spec.id, pidfd)) {
                     eprintln!("dsec-spawner: watching {}: {error}", spec.id);
                 }
                 peer.send(&answer);
@@ -482,14 +492,18 @@ impl Server {
     fn report_death(&self, id: &str, pidfd: &OwnedFd) {
         if self.registry.died(id) {
             let status = kill::wait_for_end(pidfd).unwrap_or(0);
-            for peer in self
-                .peers
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone()
-            {
-                peer.send(&verbs::exited(id, status));
-            }
+            self.tell_all(&verbs::exited(id, status));
+        }
+    }
+
+    fn tell_all(&self, event: &[u8]) {
+        for peer in self
+            .peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+        {
+            peer.send(event);
         }
     }
 

@@ -381,6 +381,33 @@ pub fn send_fds(socket: RawFd, fds: &[RawFd]) -> io::Result<()> {
     }
 }
 
+/// One byte from a socket, and the descriptor that came with it. None: the other end is closed.
+pub fn receive(socket: RawFd) -> io::Result<Option<(u8, Option<OwnedFd>)>> {
+    let mut byte = 0_u8;
+    let mut iov = libc::iovec {
+        iov_base: (&raw mut byte).cast(),
+        iov_len: 1,
+    };
+    let mut control = [0_u64; 8];
+    // SAFETY: the message points at live buffers, and its one descriptor is new and nobody else's.
+    unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        message.msg_iov = &mut iov;
+        message.msg_iovlen = 1;
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = libc::CMSG_SPACE(std::mem::size_of::<RawFd>() as c_uint) as usize;
+        if check(libc::recvmsg(socket, &mut message, libc::MSG_CMSG_CLOEXEC) as c_long)? == 0 {
+            return Ok(None);
+        }
+        let header = libc::CMSG_FIRSTHDR(&message);
+        if header.is_null() || (*header).cmsg_type != libc::SCM_RIGHTS {
+            return Ok(Some((byte, None)));
+        }
+        let raw = std::ptr::read_unaligned(libc::CMSG_DATA(header).cast::<RawFd>());
+        Ok(Some((byte, Some(OwnedFd::from_raw_fd(raw)))))
+    }
+}
+
 /// Writes a small value into a file of a kernel filesystem (cgroup, proc) in one call.
 pub fn write_at(dir: RawFd, path: &CStr, value: &[u8]) -> io::Result<()> {
     let file = open_at(dir, path, libc::O_WRONLY)?;

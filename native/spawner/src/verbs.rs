@@ -4,6 +4,7 @@ use wire::value::{Mismatch, Value, Writer};
 
 use crate::cgroup::{is_group_name, Figures, Limits};
 use crate::create::{Created, Spec, MAX_EXTRA_IDS};
+use crate::denials::Denial;
 use crate::layers::is_digest;
 use crate::scratch::Change;
 
@@ -373,6 +374,22 @@ pub fn exited(sandbox: &str, status: i32) -> Vec<u8> {
         .text(sandbox)
         .text("status")
         .signed(i64::from(status))
+        .finish()
+}
+
+pub fn denied(denial: &Denial) -> Vec<u8> {
+    Writer::new()
+        .map(5)
+        .text("event")
+        .text("denied")
+        .text("sandbox")
+        .text(&denial.sandbox)
+        .text("call")
+        .text(&denial.call)
+        .text("pid")
+        .unsigned(u64::from(denial.pid))
+        .text("last")
+        .boolean(denial.last)
         .finish()
 }
 
