@@ -1,7 +1,7 @@
 """The error tree: one table from wire code to HTTP status to class.
 
 Every failure that the platform reports travels as an :class:`ErrorBody` and is raised by the SDK as the class registered here for its code.
-A command that fails, is killed or times out is *not* an error: it is a :class:`libdsec.CommandResult` (unless ``check=True`` was asked for).
+A command that fails, is killed or times out is *not* an error: it is a :class:`libdsec.CommandResult` (unless ``check=True`` was given).
 """
 
 from __future__ import annotations

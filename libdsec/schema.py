@@ -1,7 +1,7 @@
 """The one schema: what travels between SDK, apiserver and edge, and what the SDK hands to its callers.
 
-Times are Unix seconds or seconds (float); sizes are bytes unless the name ends in ``_mb`` (1 MB here is 2**20 bytes). Bodies are JSON, or msgpack
-where the client sends ``Accept: application/msgpack`` / ``Content-Type: application/msgpack``; in JSON, bytes are base64.
+Times are Unix seconds or seconds (float); sizes are bytes unless the name ends in ``_mb`` (1 MB here is 2**20 bytes). Bodies are JSON, or
+msgpack where the client sends ``Accept: application/msgpack`` / ``Content-Type: application/msgpack``; in JSON, bytes are base64.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ RunArgs = DSecContainerRunArgs | DSecMicroVMRunArgs
 
 
 class CreateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/sandboxes``: ``args`` and ``count``, or ``items``. Answered by one CreateItem a line (NDJSON), in the order of readiness."""
+    """``POST /v1/sandboxes``: ``args`` and ``count``, or ``items``. Answered by one CreateItem a line (NDJSON), as each gets ready."""
 
     args: RunArgs | None = None
     count: int = 1
@@ -170,8 +170,8 @@ class PtySize(msgspec.Struct, array_like=True):
 class ExecRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/sandboxes/{id}/exec``. Exactly one of ``argv`` and ``command`` (run by ``/bin/sh -c``).
 
-    ``mode`` "wait" answers with a CommandResult when the command has ended, "start" with a ProcessInfo when it runs. A request whose ``exec_id`` is
-    known already attaches to that command instead of running it again.
+    ``mode`` "wait" answers with a CommandResult when the command has ended, "start" with a ProcessInfo when it runs. A request whose
+    ``exec_id`` is known already attaches to that command instead of running it again.
     """
 
     argv: list[str] | None = None
@@ -206,8 +206,8 @@ class ShellRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CommandResult(msgspec.Struct, kw_only=True):
     """How a command ended and what it wrote.
 
-    ``exit_code`` is the leader's exit status, or 128 + signal when a signal ended it (then ``signal`` is set). 127 and 126 with ``start_error``
-    set mean that the program was not found or could not be run.
+    ``exit_code`` is the leader's exit status, or 128 + signal when a signal ended it (then ``signal`` is set). 127 and 126 with
+    ``start_error`` set mean that the program was not found or could not be run.
     """
 
     exit_code: int

@@ -199,7 +199,8 @@ class Spawner:
     async def connect(cls, path: str, *, listener: Listener, on_reconnected: Callable[[], None]) -> Spawner:
         """Connect to the socket at ``path``; raises SpawnerLost if nobody answers there for 10 s.
 
-        ``listener`` is told of events; ``on_reconnected()`` is called after each later connection: what happened meanwhile was not reported.
+        ``listener`` is told of events; ``on_reconnected()`` is called after each later connection: what happened meanwhile was not
+        reported.
         """
         spawner = cls(path, listener=listener, on_reconnected=on_reconnected)
         try:

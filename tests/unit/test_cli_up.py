@@ -24,7 +24,7 @@ from pathlib import Path
 command, words = sys.argv[1], sys.argv[2:]
 if command == "doctor":
     lacking = os.environ.get("LACKING")
-    print(json.dumps([{{"feature": "clone3", "state": "missing" if lacking else "ok", "cost": "no sandbox starts", "todo": "a newer kernel"}}]))
+    print(json.dumps([{{"feature": "clone3", "state": "missing" if lacking else "ok", "cost": "none starts", "todo": "a newer kernel"}}]))
     sys.exit(0)
 run = Path(words[words.index("--run-dir") + 1])
 notes = run.parent / "notes"
