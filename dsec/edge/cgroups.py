@@ -29,7 +29,7 @@ class Cgroups:
             if kind == "cgroup2":
                 self._v2 = f"{place}/{root}"
             elif kind == "cgroup":
-                for controller in {"cpuacct", "memory", "pids"} & set(options.split(",")):
+                for controller in {"memory", "pids"} & set(options.split(",")):
                     self._v1[controller] = f"{place}/{root}"
 
     def oom_kills(self, sandbox: str) -> int:
@@ -44,7 +44,7 @@ class Cgroups:
             memory = f"{self._v1['memory']}/{sandbox}"
             pids = f"{self._v1.get('pids', memory)}/{sandbox}"
             return Usage(
-                cpu_s=_number(f"{self._v1.get('cpuacct', '')}/{sandbox}/cpuacct.usage") / 1e9,
+                cpu_s=self._cpu_s(sandbox),
                 memory=_number(f"{memory}/memory.usage_in_bytes"),
                 memory_peak=_number(f"{memory}/memory.max_usage_in_bytes"),
                 pids=_number(f"{pids}/pids.current"),
@@ -52,12 +52,16 @@ class Cgroups:
             )
         group = f"{self._v2}/{sandbox}"
         return Usage(
-            cpu_s=_field(f"{group}/cpu.stat", b"usage_usec") / 1e6,
+            cpu_s=self._cpu_s(sandbox),
             memory=_number(f"{group}/memory.current"),
             memory_peak=_number(f"{group}/memory.peak"),
             pids=_number(f"{group}/pids.current"),
             oom_kills=self.oom_kills(sandbox),
         )
+
+    def _cpu_s(self, sandbox: str) -> float:
+        # The v2 tree counts time without any controller, on hybrid hosts too.
+        return _field(f"{self._v2}/{sandbox}/cpu.stat", b"usage_usec") / 1e6
 
 
 def _content(path: str) -> bytes:

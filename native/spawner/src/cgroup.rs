@@ -123,7 +123,7 @@ impl Cgroups {
         let mut v2 = None;
         for (point, controllers) in mounted()? {
             let wanted = controllers.as_ref().is_none_or(|names| {
-                ["memory", "cpu", "cpuacct", "pids", "devices"]
+                ["memory", "cpu", "pids", "devices"]
                     .iter()
                     .any(|one| names.iter().any(|name| name == one))
             });
@@ -181,6 +181,8 @@ impl Cgroups {
             }
         }
         if let Some(hierarchy) = self.v1.iter().find(|one| one.has("memory")) {
+            // Sandboxes inherit it.
+            sysapi::write_at(hierarchy.root.as_raw_fd(), c"memory.swappiness", b"0")?;
             // Kernels before 5.11 count children only when told; later ones always do and refuse the write.
             let _ = sysapi::write_at(hierarchy.root.as_raw_fd(), c"memory.use_hierarchy", b"1");
         }
@@ -212,7 +214,15 @@ impl Cgroups {
         for root in self.roots() {
             sysapi::make_dir_at(root, &name, 0o755)?;
         }
-        self.set(id, limits)?;
+        // A fresh group has no quota: only one that says something is written, for writing walks the tree of groups.
+        let quota = limits.cpu_millis.filter(|millis| *millis > 0);
+        self.set(
+            id,
+            Limits {
+                cpu_millis: quota,
+                ..limits
+            },
+        )?;
         let Some(v2) = &self.v2 else {
             return Ok(None);
         };
@@ -240,7 +250,6 @@ impl Cgroups {
             } else {
                 write(root, "memory.limit_in_bytes", &bytes.to_string())?;
                 let _ = write(root, "memory.memsw.limit_in_bytes", &bytes.to_string());
-                write(root, "memory.swappiness", "0")?;
             }
         }
         if let (Some(count), Some((root, _))) = (limits.pids, self.controller("pids")) {
@@ -251,17 +260,19 @@ impl Cgroups {
             match (v2, millis) {
                 (true, 0) => write(root, "cpu.max", "max")?,
                 (true, _) => write(root, "cpu.max", &format!("{quota} {PERIOD_US}"))?,
-                // A fresh group has no quota, and writing one walks the tree of groups: left out where it says nothing new.
-                (false, 0) => {
-                    let file = text(&format!("{id}/cpu.cfs_quota_us"));
-                    if sysapi::read_at(root, &file).is_ok_and(|now| now.trim() != "-1") {
-                        write(root, "cpu.cfs_quota_us", "-1")?;
-                    }
-                }
+                (false, 0) => write(root, "cpu.cfs_quota_us", "-1")?,
                 (false, _) => write(root, "cpu.cfs_quota_us", &quota.to_string())?,
             }
         }
         Ok(())
+    }
+
+    /// Moves this process into the group whose devices are limited: sandboxes are born there, and entering a group costs more than making one.
+    pub fn enter_devices(&self) -> io::Result<()> {
+        match self.v1.iter().find(|one| one.has("devices")) {
+            Some(hierarchy) => sysapi::write_at(hierarchy.root.as_raw_fd(), c"cgroup.procs", b"0"),
+            None => Ok(()),
+        }
     }
 
     /// Moves a process into the sandbox's v1 groups. The v2 one it was born in (or moves to, where clone couldn't).
@@ -271,13 +282,6 @@ impl Cgroups {
             sysapi::write_at(
                 hierarchy.root.as_raw_fd(),
                 &procs,
-                pid.to_string().as_bytes(),
-            )?;
-        }
-        if let Some(hierarchy) = self.v1.iter().find(|one| one.has("devices")) {
-            sysapi::write_at(
-                hierarchy.root.as_raw_fd(),
-                c"cgroup.procs",
                 pid.to_string().as_bytes(),
             )?;
         }
@@ -305,14 +309,6 @@ impl Cgroups {
             figures.cpu_us = read(root.as_raw_fd(), "cpu.stat")
                 .and_then(|stat| keyed(&stat, "usage_usec"))
                 .unwrap_or(0);
-        }
-        if figures.cpu_us == 0 {
-            if let Some((root, false)) = self.controller("cpuacct") {
-                figures.cpu_us = read(root, "cpuacct.usage")
-                    .and_then(|value| value.trim().parse::<u64>().ok())
-                    .unwrap_or(0)
-                    / 1000;
-            }
         }
         if let Some((root, v2)) = self.controller("memory") {
             let (peak, events) = if v2 {

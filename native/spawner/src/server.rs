@@ -60,6 +60,9 @@ pub fn run(options: &Options) -> io::Result<()> {
     // Started again through /proc/self/exe it would be called "exe".
     // SAFETY: a constant NUL-terminated string.
     unsafe { libc::prctl(libc::PR_SET_NAME, c"dsec-spawner".as_ptr()) };
+    // One arena of memory: a child's copy of this process shall be small.
+    // SAFETY: plain integers, before any thread is started.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
     raise_descriptor_limit()?;
     let null = File::options().read(true).write(true).open("/dev/null")?;
     let creators = (0..CREATORS)
@@ -69,6 +72,7 @@ pub fn run(options: &Options) -> io::Result<()> {
     let features = doctor::features(options);
     let listener = bind(options)?;
     node::leave_host_mounts(options)?;
+    node.cgroups.enter_devices()?;
     let (creates, to_create) = mpsc::channel();
     let (ends, to_end) = mpsc::channel();
     let (others, to_do) = mpsc::channel();

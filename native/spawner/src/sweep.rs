@@ -29,6 +29,14 @@ fn remove_all(options: &Options) -> io::Result<()> {
     end_sandboxes(options)?;
     cgroup::remove_roots(&options.cgroup)?;
     release_mounts(options)?;
+    let sockets = std::ffi::CString::new(
+        options
+            .run_dir
+            .join("c")
+            .into_os_string()
+            .into_encoded_bytes(),
+    )?;
+    let _ = sysapi::unmount(&sockets, libc::MNT_DETACH);
     for directory in ["c", "meta", "bin", "stage"] {
         remove(&options.run_dir.join(directory))?;
     }
