@@ -36,7 +36,6 @@ from libdsec.schema import (
     ExecRequest,
     Metrics,
     PatchRequest,
-    PortUrl,
     ProcessEntry,
     ProcessInfo,
     PtySize,
@@ -47,6 +46,7 @@ from libdsec.schema import (
     SignalRequest,
     State,
 )
+from libdsec.signing import port_url
 from libdsec.streams import ByteSource, pieces, whole
 from libdsec.transport import OCTETS, Answer, Transport, encode
 
@@ -68,7 +68,6 @@ _process_entries = Answer(list[ProcessEntry])
 _metrics = Answer(Metrics)
 _event = Answer(SandboxEvent)
 _diff_entry = Answer(DiffEntry)
-_port_url = Answer(PortUrl)
 
 Command = str | Sequence[str]
 """A command: a string is run by ``/bin/sh -c``, a sequence is an argument vector."""
@@ -433,11 +432,10 @@ class Sandbox:
             state = (await self.info()).state
             raise Conflict(f"port {port} of {self.id} ({state}) can't be reached: does anything listen there?") from refusal
 
-    async def url(self, port: int) -> str:
+    def url(self, port: int) -> str:
         """An HTTP address of ``port`` inside, for browsers and other clients: it holds a signature instead of a key, so whoever has it may
-        use the port while the sandbox lives. Safe to repeat."""
-        answer = await self._transport.call("GET", self._transport.at(f"{self._path}/url/{_port(port)}"), _port_url)
-        return answer.url
+        use the port while the sandbox lives. Asks nobody. Raises InvalidArgument."""
+        return port_url(self._info.ports_url, self.id, self._info.ports_key, _port(port))
 
 
 class SandboxCreation(contextlib.AbstractAsyncContextManager[Sandbox]):

@@ -134,6 +134,10 @@ class SandboxInfo(msgspec.Struct, kw_only=True):
     notices: tuple[str, ...] = ()
     """What was changed of the request, in words (more cores than the node has, say)."""
     exit: ExitFigures | None = None
+    ports_url: str = ""
+    """Origin at which ports inside a live sandbox are reached (`libdsec.signing`)."""
+    ports_key: str = ""
+    """Signs addresses of its ports. Whoever has it reaches them all; an address made with it reaches one."""
 
 
 class CreateItem(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -518,8 +518,8 @@ class Sandbox:
 
     def url(self, port: int) -> str:
         """An HTTP address of ``port`` inside, for browsers and other clients: it holds a signature instead of a key, so whoever has it may
-        use the port while the sandbox lives. Safe to repeat."""
-        return run(self._async.url(port))
+        use the port while the sandbox lives. Asks nobody. Raises InvalidArgument."""
+        return self._async.url(port)
 
 
 class Process:

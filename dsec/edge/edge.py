@@ -40,17 +40,19 @@ class Edge:
     ) -> None:
         """``images`` resolves names to layers. The other arguments are for tests."""
         self.config = config
+        signer = PortSigner.from_file(config.state_dir / "ports.key")
         self.sandboxes = Sandboxes(
             config,
             images,
             connect_spawner=connect_spawner or self._connect_spawner,
+            ports_key=signer.key,
             connect_channel=connect_channel,
             clock=clock,
             cgroups=cgroups,
         )
         self.metrics = EdgeMetrics(registry, self.node_info)
         self.sandboxes.starts.observe = self.metrics.observe_create
-        ports = Ports(self.sandboxes, PortSigner.from_file(config.state_dir / "ports.key"))
+        ports = Ports(self.sandboxes, signer)
         table = routes(
             Information(self.sandboxes),
             Creation(self.sandboxes, self.metrics.count_creation),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import hmac
 import os
@@ -28,13 +27,12 @@ from dsec.edge.sandbox import Sandbox
 from dsec.edge.sandboxes import Sandboxes
 from libdsec.errors import InvalidArgument, NotFound, Unavailable
 from libdsec.schema import PortUrl
+from libdsec.signing import port_signature, port_url
 
 HEAD_MAX = 64 << 10
 """Bytes of a response's head, or of one WebSocket frame's, that a server inside may send."""
 MESSAGE_MAX = 16 << 20
 """Bytes of one WebSocket message from inside."""
-SIGNATURE_BYTES = 18
-"""144 bits of the HMAC: 24 characters in the URL."""
 SECRET_BYTES = 32
 STDOUT = 1
 
@@ -80,9 +78,12 @@ class PortSigner:
             file.write(secret)
         return cls(secret)
 
+    def key(self, sandbox: str) -> str:
+        """What signs the addresses of one sandbox's ports."""
+        return hmac.digest(self._secret, sandbox.encode(), hashlib.sha256).hex()
+
     def sign(self, sandbox: str, port: int) -> str:
-        digest = hmac.digest(self._secret, f"{sandbox}:{port}".encode(), hashlib.sha256)
-        return base64.urlsafe_b64encode(digest[:SIGNATURE_BYTES]).decode("ascii")
+        return port_signature(self.key(sandbox), port)
 
     def good(self, sandbox: str, port: int, signature: str) -> bool:
         return hmac.compare_digest(self.sign(sandbox, port).encode(), signature.encode("utf-8", "replace"))
@@ -98,8 +99,7 @@ class Ports:
     async def url(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/url/{port}"""
         port = parse_port(call.names[0])
-        base = self._sandboxes.config.ports_url.rstrip("/")
-        await call.reply(PortUrl(url=f"{base}/{sandbox.id}/{port}/{self._signer.sign(sandbox.id, port)}/"))
+        await call.reply(PortUrl(url=port_url(self._sandboxes.config.ports_url, sandbox.id, self._signer.key(sandbox.id), port)))
 
     async def tcp(self, call: Call, socket: Socket, sandbox: Sandbox) -> None:
         """WS …/tcp/{port}"""

@@ -41,6 +41,7 @@ class Sandboxes:
         images: Resolver,
         *,
         connect_spawner: ConnectSpawner,
+        ports_key: Callable[[str], str],
         connect_channel: ConnectChannel = connect_channel,
         clock: Clock | None = None,
         cgroups: Cgroups | None = None,
@@ -55,6 +56,7 @@ class Sandboxes:
         self.starts = Starts(self.inventory, images, self.agents, self.endings, self.lifetimes)
         self.sweep = Sweep(self.inventory, self.agents, self.endings, self.lifetimes)
         self._connect_spawner = connect_spawner
+        self._ports_key = ports_key
 
     async def open(self) -> None:
         """Opens the journal, connects to the spawner, adopts what lives, sweeps what has no owner. Raises JournalError, SpawnerError."""
@@ -125,7 +127,9 @@ class Sandboxes:
         """The sandbox as callers see it."""
         since = sandbox.idle_since()
         idle_s = 0.0 if since is None else max(0.0, self.clock.monotonic() - since)
-        return sandbox.record.info(self.config.edge_id, idle_s)
+        info = sandbox.record.info(self.config.edge_id, idle_s)
+        info.ports_url, info.ports_key = self.config.ports_url, self._ports_key(sandbox.id)
+        return info
 
     def counts(self) -> dict[str, int]:
         """Live sandboxes by state."""

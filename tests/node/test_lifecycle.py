@@ -215,7 +215,7 @@ async def test_tcp_and_http_to_a_port_inside(sandbox: Sandbox) -> None:
     await writer.drain()
     assert (await reader.read()).endswith(b"hello from inside")
     writer.close()
-    async with aiohttp.ClientSession() as session, session.get((await sandbox.url(8000)) + "index.html") as reply:
+    async with aiohttp.ClientSession() as session, session.get(sandbox.url(8000) + "index.html") as reply:
         assert reply.status == 200 and await reply.text() == "hello from inside"
     await server.kill()
 

@@ -200,6 +200,8 @@ class FakeServer:
             image=args.container_image,
             workdir=args.workdir or "/home/me",
             labels=args.labels,
+            ports_url="http://ports",
+            ports_key="key",
         )
         return CreateItem(index=index, sandbox=self.sandboxes.setdefault(sandbox_id, info))
 

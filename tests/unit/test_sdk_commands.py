@@ -24,6 +24,7 @@ from libdsec import (
     Unavailable,
 )
 from libdsec.schema import MAX_ARGS_BYTES
+from libdsec.signing import port_signature
 
 
 @pytest.fixture
@@ -228,7 +229,10 @@ class TestPorts:
             await sandbox.connect(70_000)
 
     async def test_an_address_for_a_port(self, sandbox: Sandbox) -> None:
-        assert await sandbox.url(8000) == f"http://ports/{sandbox.id}/8000/sig/"
+        assert sandbox.url(8000) == f"http://ports/{sandbox.id}/8000/{port_signature('key', 8000)}/"
+        assert port_signature("key", 8000) not in (port_signature("key", 8001), port_signature("other", 8000))
+        with pytest.raises(InvalidArgument):
+            sandbox.url(0)
 
 
 async def test_an_unreachable_server_is_unavailable_to_streams_too(
