@@ -1,6 +1,7 @@
 //! Where sandboxes write: one btrfs per node in an allocated file (on a sparse one a full host disk would lose writes silently), a subvolume per
 //! sandbox with a quota that holds. It is scratch: a fresh start makes it anew.
 
+use std::collections::HashSet;
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -8,18 +9,20 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::sysapi::{self, check};
 
-/// No barrier and no checksums, because after a crash of the machine the whole filesystem is made anew; rare commits, because most of what
-/// sandboxes write is deleted before it needs to reach the disk.
-pub const MOUNT_OPTIONS: &str = "nobarrier,nodatacow,commit=120";
+/// No barrier and no checksums, because after a crash of the machine the whole filesystem is made anew; commits as often as deleted subvolumes
+/// shall be freed.
+pub const MOUNT_OPTIONS: &str = "nobarrier,nodatacow,commit=30";
 
 const BTRFS_IOC_SUBVOL_CREATE: libc::c_ulong = 0x5000_940e;
 const BTRFS_IOC_SNAP_DESTROY: libc::c_ulong = 0x5000_940f;
 const BTRFS_IOC_QUOTA_CTL: libc::c_ulong = 0xc010_9428;
 const BTRFS_IOC_QGROUP_LIMIT: libc::c_ulong = 0x8030_942b;
+const BTRFS_IOC_QGROUP_CREATE: libc::c_ulong = 0x4010_942a;
 const BTRFS_IOC_INO_LOOKUP: libc::c_ulong = 0xd000_9412;
 const BTRFS_IOC_FS_INFO: libc::c_ulong = 0x8400_941f;
 const QUOTA_ENABLE_FULL: u64 = 1;
@@ -48,6 +51,12 @@ struct LimitArgs {
     max_excl: u64,
     rsv_rfer: u64,
     rsv_excl: u64,
+}
+
+#[repr(C)]
+struct GroupArgs {
+    create: u64,
+    qgroupid: u64,
 }
 
 #[repr(C)]
@@ -181,6 +190,8 @@ pub struct Scratch {
     root: OwnedFd,
     /// /sys/fs/btrfs/<uuid>/qgroups, for reading use as it is, reservations included.
     qgroups: String,
+    /// Quota groups of deleted subvolumes: the kernel lets go of one only when the last extent has been freed, some time after the deletion.
+    orphans: Mutex<Vec<u64>>,
 }
 
 /// A sandbox's record in its subvolume: what a restarted spawner needs to find it again.
@@ -224,6 +235,7 @@ impl Scratch {
         Ok(Scratch {
             root,
             qgroups: format!("/sys/fs/btrfs/{uuid}/qgroups"),
+            orphans: Mutex::default(),
         })
     }
 
@@ -277,6 +289,63 @@ impl Scratch {
 
     /// Deletes a sandbox's subvolume; one that isn't there is fine.
     pub fn remove(&self, id: &str) -> io::Result<()> {
+        let tree = self.open_volume(id).and_then(|volume| tree_of(&volume));
+        self.destroy(id)?;
+        if let Ok(tree) = tree {
+            self.orphans
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(tree);
+        }
+        Ok(())
+    }
+
+    /// Removes the quota groups of deleted subvolumes that the kernel lets go of by now.
+    pub fn remove_orphans(&self) {
+        let orphans =
+            std::mem::take(&mut *self.orphans.lock().unwrap_or_else(PoisonError::into_inner));
+        let kept = orphans.into_iter().filter(|tree| {
+            let mut args = GroupArgs {
+                create: 0,
+                qgroupid: *tree,
+            };
+            let removed = ioctl(self.root(), BTRFS_IOC_QGROUP_CREATE, &mut args);
+            matches!(removed, Err(error) if error.raw_os_error() == Some(libc::EBUSY))
+        });
+        let kept: Vec<u64> = kept.collect();
+        self.orphans
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(kept);
+    }
+
+    /// Takes over the quota groups that an earlier spawner's deletions left.
+    pub fn find_orphans(&self) -> io::Result<()> {
+        let live: HashSet<u64> = self
+            .list()?
+            .iter()
+            .filter_map(|id| tree_of(&self.open_volume(id).ok()?).ok())
+            .collect();
+        let groups = std::fs::read_dir(&self.qgroups)?
+            .flatten()
+            .filter_map(|entry| {
+                let tree: u64 = entry
+                    .file_name()
+                    .to_str()?
+                    .strip_prefix("0_")?
+                    .parse()
+                    .ok()?;
+                // Trees below 256 are the filesystem's own.
+                (tree >= 256 && !live.contains(&tree)).then_some(tree)
+            });
+        self.orphans
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend(groups);
+        Ok(())
+    }
+
+    fn destroy(&self, id: &str) -> io::Result<()> {
         let end = Instant::now() + BUSY_DEADLINE;
         loop {
             match self.volume_call(BTRFS_IOC_SNAP_DESTROY, id) {
@@ -291,15 +360,9 @@ impl Scratch {
 
     /// Bytes that a sandbox holds on the scratch filesystem, reserved ones included.
     pub fn usage(&self, id: &str) -> io::Result<u64> {
-        let volume = self.open_volume(id)?;
-        let mut lookup = LookupArgs {
-            treeid: 0,
-            objectid: 256,
-            name: [0; 4080],
-        };
-        ioctl(volume.as_raw_fd(), BTRFS_IOC_INO_LOOKUP, &mut lookup)?;
+        let tree = tree_of(&self.open_volume(id)?)?;
         let read = |file: &str| -> u64 {
-            std::fs::read_to_string(format!("{}/0_{}/{file}", self.qgroups, lookup.treeid))
+            std::fs::read_to_string(format!("{}/0_{}/{file}", self.qgroups, tree))
                 .ok()
                 .and_then(|value| value.trim().parse().ok())
                 .unwrap_or(0)
@@ -385,6 +448,17 @@ impl Scratch {
         changes_below(&top, Path::new(""), MAX_DEPTH, limit, &mut found)?;
         Ok(found)
     }
+}
+
+/// Number of the tree that a subvolume is, and of its quota group.
+fn tree_of(volume: &OwnedFd) -> io::Result<u64> {
+    let mut lookup = LookupArgs {
+        treeid: 0,
+        objectid: 256,
+        name: [0; 4080],
+    };
+    ioctl(volume.as_raw_fd(), BTRFS_IOC_INO_LOOKUP, &mut lookup)?;
+    Ok(lookup.treeid)
 }
 
 /// Directories nested deeper than this are not looked into: each level holds a descriptor.

@@ -19,9 +19,12 @@ use crate::verbs::{self, Facts, Listed, Verb};
 
 /// The most that a request may be.
 const MAX_REQUEST: u32 = 4 << 20;
-/// Creations go through kernel locks; two threads keep two processors busy and more only queue there.
-const CREATORS: usize = 2;
-const ENDERS: usize = 2;
+/// Creations and endings wait for the kernel (grace periods, dying processes) as long as they compute: more threads than processors keep these busy.
+const CREATORS: usize = 4;
+const ENDERS: usize = 8;
+
+/// How often quota groups of deleted subvolumes are tried again: deletions come through with the filesystem's commits, every 30 s.
+const ORPHANS_EVERY: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// A connection's writing half: answers come from several threads, each frame whole.
 #[derive(Clone)]
@@ -93,6 +96,12 @@ pub fn run(options: &Options) -> io::Result<()> {
         server.watch(&id, pidfd)?;
     }
     server.remove_stale_sockets();
+    server.node.scratch.find_orphans()?;
+    let janitor = server.clone();
+    start("quota", move || loop {
+        std::thread::sleep(ORPHANS_EVERY);
+        janitor.node.scratch.remove_orphans();
+    })?;
     let to_create = Arc::new(Mutex::new(to_create));
     for creator in creators {
         let (server, inbox) = (server.clone(), to_create.clone());
