@@ -123,9 +123,11 @@ class Sweep:
         inventory = self._inventory
         # Those that run before the kernel is asked must be in its answer; what is in the answer must be known after it.
         running = [sandbox for sandbox in inventory if sandbox.state == "running"]
+        known = {sandbox.id for sandbox in inventory}
         kernel = {entry.sandbox: entry for entry in await inventory.spawner.list()}
         for sandbox_id in kernel:
-            if inventory.get(sandbox_id) is None:
+            # One that was known before has ended while the kernel was asked.
+            if sandbox_id not in known and inventory.get(sandbox_id) is None:
                 _log.warning("swept a sandbox that nobody owns", sandbox=sandbox_id)
                 await self._endings.kill(sandbox_id)
         for sandbox in running:
