@@ -149,3 +149,9 @@ async def test_a_terminal_has_a_size_and_takes_a_new_one(sandbox: Sandbox) -> No
 async def test_two_hundred_commands_at_once_each_get_their_own_output(sandbox: Sandbox) -> None:
     results = await asyncio.gather(*(sandbox.exec(["echo", str(number)]) for number in range(200)))
     assert [result.stdout for result in results] == [f"{number}\n" for number in range(200)]
+
+
+async def test_a_command_after_a_killed_one_lives(sandbox: Sandbox) -> None:
+    for _ in range(6):
+        assert (await sandbox.exec("sleep 1000", timeout=0.05)).timed_out
+        assert (await sandbox.exec(["echo", "alive"])).stdout == "alive\n"

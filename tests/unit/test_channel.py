@@ -324,6 +324,10 @@ async def test_only_the_newest_256_ended_commands_are_kept(channel: Channel) -> 
         await channel.attach("n0", stdout_from=0)
 
 
+IDLE_CGROUPS = 4
+"""Empty cgroups that chronus keeps for the next commands."""
+
+
 async def test_many_commands_leave_nothing_behind(chronus: ChronusProcess, channel: Channel) -> None:
     for _ in range(20):
         await in_time(channel.run(sh("true")))
@@ -333,7 +337,7 @@ async def test_many_commands_leave_nothing_behind(chronus: ChronusProcess, chann
         assert all(exit.stdout == b"x\n" for exit in exits)
     assert chronus.descriptors() == before
     assert channel.running == 0
-    await until(lambda: not chronus.cgroups() and not chronus.commands(), "nothing is left")
+    await until(lambda: len(chronus.cgroups()) <= IDLE_CGROUPS and not chronus.commands(), "nothing is left but idle cgroups")
 
 
 async def test_running_out_of_descriptors_is_a_start_error(chronus: ChronusProcess, channel: Channel) -> None:

@@ -1,5 +1,7 @@
 //! One v2 cgroup a command: the exact set of its processes, killed as one.
 
+use std::cell::RefCell;
+use std::collections::HashSet;
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -14,6 +16,9 @@ pub struct Groups {
     retired: Vec<Group>,
     /// Empty cgroups kept for the next commands: making and removing one costs a short command a tenth of its time, and the kernel's workers as much.
     idle: Vec<Group>,
+    /// Cgroups that were killed and still exist. They can't be used again: the kernel (6.18) takes whatever is cloned into one later for a child that was
+    /// being forked during the kill, and kills it too.
+    killed: RefCell<HashSet<u64>>,
 }
 
 /// Cgroups kept for the next commands: more are rarely in use at once.
@@ -41,6 +46,7 @@ impl Groups {
             next: 1,
             retired: Vec::new(),
             idle: Vec::new(),
+            killed: RefCell::default(),
         }
     }
 
@@ -90,6 +96,7 @@ impl Groups {
 
     /// Kills everything in it; processes that are being forked right now included.
     pub fn kill(&self, group: Group) -> io::Result<()> {
+        self.killed.borrow_mut().insert(group.0);
         self.write(group, "cgroup.kill", b"1")
     }
 
@@ -100,7 +107,8 @@ impl Groups {
 
     /// The command is gone. True when its cgroup is empty; false when survivors still hold it: it is removed when they are gone.
     pub fn retire(&mut self, group: Group) -> bool {
-        if self.idle.len() < MAX_IDLE && self.is_empty(group) {
+        let reusable = !self.killed.borrow().contains(&group.0);
+        if reusable && self.idle.len() < MAX_IDLE && self.is_empty(group) {
             self.idle.push(group);
             return true;
         }
@@ -137,7 +145,10 @@ impl Groups {
                 libc::AT_REMOVEDIR,
             )
         }) {
-            Ok(_) => true,
+            Ok(_) => {
+                self.killed.borrow_mut().remove(&group.0);
+                true
+            }
             Err(error) => errno(&error) == libc::ENOENT,
         }
     }

@@ -1,15 +1,16 @@
 //! The child's side of a creation: from `clone3` to the exec of chronus.
 //!
-//! It runs in a copy of a threaded process, so it makes system calls only: no allocation, no lock, nothing of std that might take either. All its
-//! strings are prepared before. A step that fails is told to the parent by number and errno.
+//! It runs on a stack of its own in the memory of the spawner, which goes on meanwhile: copying that memory, and the faults of both sides on what was
+//! copied, cost a quarter of a creation. So it makes bare system calls only: no allocation, no lock, and no function of libc, whose errno is the
+//! parent's. All its strings are prepared before, and live until it has run chronus. A step that fails is told to the parent by number and errno.
 
 use std::ffi::CStr;
 use std::os::fd::RawFd;
 
-use libc::{c_int, c_ulong, sock_filter, sock_fprog};
+use libc::{c_int, c_long, c_ulong, sock_filter, sock_fprog};
 
 use crate::covers;
-use crate::sysapi::{self, MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
+use crate::sysapi::{CloneArgs, MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
 
 /// Told to the parent once the descriptor table is the child's own; no step has this number.
 pub const UNSHARED: u8 = 255;
@@ -112,155 +113,245 @@ const SOCKET_FD: c_int = 6;
 const CHRONUS_FD: c_int = 7;
 
 /// SECCOMP_FILTER_FLAG_NEW_LISTENER: the call returns the descriptor at which reported calls arrive.
-const NEW_LISTENER: libc::c_ulong = 8;
+const NEW_LISTENER: c_ulong = 8;
+
+/// The id that no id is: "leave it" to the calls that set ids.
+const NO_ID: c_int = -1;
 
 static UNSHARED_BYTE: u8 = UNSHARED;
 
+/// The result of a bare system call: a value, or minus errno.
+#[derive(Clone, Copy)]
+struct Outcome(isize);
+
 struct Failure {
     step: u8,
+    errno: u8,
 }
 
-fn step(number: u8, value: libc::c_long) -> Result<libc::c_long, Failure> {
-    if value < 0 {
-        Err(Failure { step: number })
-    } else {
-        Ok(value)
+impl Outcome {
+    fn at(self, step: u8) -> Result<isize, Failure> {
+        if self.0 < 0 {
+            Err(Failure {
+                step,
+                errno: self.0.unsigned_abs() as u8,
+            })
+        } else {
+            Ok(self.0)
+        }
     }
 }
 
-/// Never returns: execs chronus or tells the parent why not.
+/// A bare system call.
 ///
 /// # Safety
-/// Must be called in a fresh child whose descriptor table is shared with the parent (CLONE_FILES) and whose memory isn't.
-pub unsafe fn run(plan: &Plan) -> ! {
-    // SAFETY: the caller's promise is this function's too.
+/// The arguments must be what the call takes.
+unsafe fn bare(number: c_long, arguments: [usize; 6]) -> Outcome {
+    let result: isize;
+    // SAFETY: the caller's promise; the kernel clobbers rcx and r11 only.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            inlateout("rax") number as isize => result,
+            in("rdi") arguments[0],
+            in("rsi") arguments[1],
+            in("rdx") arguments[2],
+            in("r10") arguments[3],
+            in("r8") arguments[4],
+            in("r9") arguments[5],
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack)
+        );
+    }
+    Outcome(result)
+}
+
+/// `given`, with zeros behind it.
+fn padded(given: &[usize]) -> [usize; 6] {
+    let mut all = [0; 6];
+    all[..given.len()].copy_from_slice(given);
+    all
+}
+
+/// `call!(number, argument…)`: a bare system call with each argument as a word.
+macro_rules! call {
+    ($number:expr) => {
+        bare($number, [0; 6])
+    };
+    ($number:expr, $($argument:expr),+) => {
+        bare($number, padded(&[$($argument as usize),+]))
+    };
+}
+
+/// Starts a child that shares this process's memory and descriptors, on `stack_top` (16-byte aligned), in [`run`]. Returns its pid.
+///
+/// # Safety
+/// `arguments` must ask for CLONE_VM and CLONE_FILES with `stack` and `stack_size` of memory that nothing else uses, and `plan` must stay as it is until
+/// the child has executed chronus or ended.
+pub unsafe fn start(arguments: &CloneArgs, plan: &Plan) -> std::io::Result<i32> {
+    let result: isize;
+    // SAFETY: in the parent this is a system call like any other. The child comes back on its own stack, where nothing of this frame is; it goes to
+    // `enter`, which never returns, with the plan that r12 still holds.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "mov rdi, r12",
+            "call r13",
+            "ud2",
+            "2:",
+            inlateout("rax") libc::SYS_clone3 as isize => result,
+            in("rdi") arguments,
+            in("rsi") std::mem::size_of::<CloneArgs>(),
+            in("r12") plan,
+            in("r13") enter as unsafe extern "C" fn(*const Plan<'_>) -> !,
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    if result < 0 {
+        Err(std::io::Error::from_raw_os_error(-result as i32))
+    } else {
+        Ok(result as i32)
+    }
+}
+
+/// The child's first function. Never returns: execs chronus or tells the parent why not.
+unsafe extern "C" fn enter(plan: *const Plan<'_>) -> ! {
+    // SAFETY: `start`'s caller promises that the plan lives as long as this child.
+    let plan = unsafe { &*plan };
+    // SAFETY: this is a fresh child as `set_up` wants it.
     let failure = match unsafe { set_up(plan) } {
         Ok(never) => match never {},
         Err(failure) => failure,
     };
-    // SAFETY: errno is this thread's own.
-    let message = [failure.step, unsafe { *libc::__errno_location() } as u8];
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+    let message = [failure.step, failure.errno];
+    // The parent's end may be at either number, depending on how far the child came.
+    let target = if failure.step >= 20 {
+        SOCKET_FD
+    } else {
+        plan.socket
+    };
+    // SAFETY: bare system calls on live memory; the last one ends this process.
     unsafe {
-        // The parent's end may be at either number, depending on how far the child came.
-        let target = if failure.step >= 20 {
-            SOCKET_FD
-        } else {
-            plan.socket
-        };
-        libc::send(target, message.as_ptr().cast(), 2, libc::MSG_NOSIGNAL);
-        libc::_exit(1)
+        call!(
+            libc::SYS_sendto,
+            target,
+            message.as_ptr(),
+            2,
+            libc::MSG_NOSIGNAL,
+            0,
+            0
+        );
+        call!(libc::SYS_exit_group, 1);
+        std::arch::asm!("ud2", options(noreturn))
     }
 }
 
 enum Never {}
 
-unsafe fn mount(
-    source: &CStr,
-    target: &CStr,
-    kind: &CStr,
-    flags: c_ulong,
-    data: &CStr,
-) -> libc::c_long {
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+unsafe fn mount(source: &CStr, target: &CStr, kind: &CStr, flags: c_ulong, data: &CStr) -> Outcome {
+    // SAFETY: all are NUL-terminated and live as long as this child.
     unsafe {
-        libc::mount(
+        call!(
+            libc::SYS_mount,
             source.as_ptr(),
             target.as_ptr(),
             kind.as_ptr(),
             flags,
-            data.as_ptr().cast(),
-        ) as libc::c_long
+            data.as_ptr()
+        )
     }
 }
 
-unsafe fn attach(fd: RawFd, path: &CStr) -> libc::c_long {
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+unsafe fn attach(fd: RawFd, path: &CStr) -> Outcome {
+    // SAFETY: both paths are NUL-terminated and live as long as this child.
     unsafe {
-        libc::syscall(
+        call!(
             libc::SYS_move_mount,
             fd,
             c"".as_ptr(),
             libc::AT_FDCWD,
             path.as_ptr(),
-            MOVE_MOUNT_F_EMPTY_PATH,
+            MOVE_MOUNT_F_EMPTY_PATH
         )
     }
 }
 
 unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+    // SAFETY: bare system calls on descriptors, strings and structures that live as long as this child does.
     unsafe {
         // Nothing of the parent's stays: were its end of the socket among it, this process would outlive a parent that dies now.
         let (first, last) = plan.own;
-        step(
+        call!(
+            libc::SYS_close_range,
+            last + 1,
+            u32::MAX,
+            libc::CLOSE_RANGE_UNSHARE
+        )
+        .at(1)?;
+        call!(libc::SYS_close_range, 3, first - 1, 0).at(1)?;
+        call!(
+            libc::SYS_sendto,
+            plan.socket,
+            &raw const UNSHARED_BYTE,
             1,
-            libc::syscall(
-                libc::SYS_close_range,
-                last as u32 + 1,
-                u32::MAX,
-                libc::CLOSE_RANGE_UNSHARE,
-            ),
-        )?;
-        step(
-            1,
-            libc::syscall(libc::SYS_close_range, 3, first as u32 - 1, 0),
-        )?;
-        step(
-            1,
-            libc::send(
-                plan.socket,
-                (&raw const UNSHARED_BYTE).cast(),
-                1,
-                libc::MSG_NOSIGNAL,
-            ) as libc::c_long,
-        )?;
+            libc::MSG_NOSIGNAL,
+            0,
+            0
+        )
+        .at(1)?;
         let mut mounts = [-1; MAX_SENT_FDS];
         let count = receive(plan.socket, &mut mounts);
-        step(2, if count < 2 { -1 } else { 0 })?;
+        if count < 2 {
+            return Err(Failure {
+                step: 2,
+                errno: libc::EPROTO as u8,
+            });
+        }
         // Only now is it in all its groups: a cgroup namespace made earlier would show their paths on the host.
-        step(3, libc::unshare(libc::CLONE_NEWCGROUP) as libc::c_long)?;
+        call!(libc::SYS_unshare, libc::CLONE_NEWCGROUP).at(3)?;
         // Inodes that the child makes must belong to ids that the sandbox's filesystems know.
-        libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>());
-        libc::setfsgid(0);
-        libc::setfsuid(0);
-        step(3, if libc::setfsuid(u32::MAX) == 0 { 0 } else { -1 })?;
-        step(
-            4,
-            mount(c"", c"/", c"", libc::MS_REC | libc::MS_PRIVATE, c""),
-        )?;
-        step(5, attach(mounts[0], c"/new"))?;
-        step(5, libc::chdir(c"/new".as_ptr()) as libc::c_long)?;
+        call!(libc::SYS_setgroups, 0, 0).at(3)?;
+        call!(libc::SYS_setfsgid, 0);
+        call!(libc::SYS_setfsuid, 0);
+        // These two calls tell nothing of their success; asking for an impossible id tells the present one.
+        if call!(libc::SYS_setfsuid, NO_ID).0 != 0 || call!(libc::SYS_setfsgid, NO_ID).0 != 0 {
+            return Err(Failure {
+                step: 3,
+                errno: libc::EPERM as u8,
+            });
+        }
+        mount(c"", c"/", c"", libc::MS_REC | libc::MS_PRIVATE, c"").at(4)?;
+        attach(mounts[0], c"/new").at(5)?;
+        call!(libc::SYS_chdir, c"/new".as_ptr()).at(5)?;
         for name in [c"proc", c"sys", c"dev"] {
-            step(6, ensure_directory(name))?;
+            ensure_directory(name).at(6)?;
         }
         let quiet = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
-        step(7, mount(c"proc", c"proc", c"proc", quiet, c""))?;
-        step(
-            8,
-            mount(c"sysfs", c"sys", c"sysfs", quiet | libc::MS_RDONLY, c""),
-        )?;
-        step(9, attach(mounts[1], c"dev"))?;
-        step(
-            10,
-            mount(
-                c"devpts",
-                c"dev/pts",
-                c"devpts",
-                libc::MS_NOSUID | libc::MS_NOEXEC,
-                c"newinstance,ptmxmode=0666,mode=0620,gid=5",
-            ),
-        )?;
-        step(
-            11,
-            mount(
-                c"shm",
-                c"dev/shm",
-                c"tmpfs",
-                libc::MS_NOSUID | libc::MS_NODEV,
-                plan.shm_options,
-            ),
-        )?;
+        mount(c"proc", c"proc", c"proc", quiet, c"").at(7)?;
+        mount(c"sysfs", c"sys", c"sysfs", quiet | libc::MS_RDONLY, c"").at(8)?;
+        attach(mounts[1], c"dev").at(9)?;
+        let terminals = c"newinstance,ptmxmode=0666,mode=0620,gid=5";
+        mount(
+            c"devpts",
+            c"dev/pts",
+            c"devpts",
+            libc::MS_NOSUID | libc::MS_NOEXEC,
+            terminals,
+        )
+        .at(10)?;
+        mount(
+            c"shm",
+            c"dev/shm",
+            c"tmpfs",
+            libc::MS_NOSUID | libc::MS_NODEV,
+            plan.shm_options,
+        )
+        .at(11)?;
         for (mask, exists) in MASKS.iter().zip(plan.masks) {
             if *exists {
                 let source = if mask.directory {
@@ -268,136 +359,124 @@ unsafe fn set_up(plan: &Plan) -> Result<Never, Failure> {
                 } else {
                     c"dev/null"
                 };
-                step(12, mount(source, mask.path, c"", libc::MS_BIND, c""))?;
+                mount(source, mask.path, c"", libc::MS_BIND, c"").at(12)?;
             }
         }
-        step(12, mount(c"proc/sys", c"proc/sys", c"", libc::MS_BIND, c""))?;
-        step(
-            12,
-            mount(
-                c"",
-                c"proc/sys",
-                c"",
-                libc::MS_BIND | libc::MS_REMOUNT | libc::MS_RDONLY | quiet,
-                c"",
-            ),
-        )?;
-        for (index, path) in covers::PATHS
-            .iter()
-            .enumerate()
-            .take((count as usize).saturating_sub(2))
-        {
-            step(13, attach(mounts[2 + index], path))?;
+        mount(c"proc/sys", c"proc/sys", c"", libc::MS_BIND, c"").at(12)?;
+        mount(
+            c"",
+            c"proc/sys",
+            c"",
+            libc::MS_BIND | libc::MS_REMOUNT | libc::MS_RDONLY | quiet,
+            c"",
+        )
+        .at(12)?;
+        for (path, cover) in covers::PATHS.iter().zip(&mounts[2..count]) {
+            attach(*cover, path).at(13)?;
         }
-        step(
-            14,
-            libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()),
-        )?;
-        step(
-            14,
-            libc::umount2(c".".as_ptr(), libc::MNT_DETACH) as libc::c_long,
-        )?;
-        step(14, libc::chdir(c"/".as_ptr()) as libc::c_long)?;
-        step(15, loopback_up())?;
-        step(
-            16,
-            libc::sethostname(plan.hostname.as_ptr().cast(), plan.hostname.len()) as libc::c_long,
-        )?;
+        call!(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()).at(14)?;
+        call!(libc::SYS_umount2, c".".as_ptr(), libc::MNT_DETACH).at(14)?;
+        call!(libc::SYS_chdir, c"/".as_ptr()).at(14)?;
+        loopback_up().at(15)?;
+        call!(
+            libc::SYS_sethostname,
+            plan.hostname.as_ptr(),
+            plan.hostname.len()
+        )
+        .at(16)?;
         let none = libc::rlimit {
             rlim_cur: 0,
             rlim_max: 0,
         };
-        step(
-            17,
-            libc::setrlimit(libc::RLIMIT_CORE, &none) as libc::c_long,
-        )?;
-        libc::umask(0o022);
-        libc::setsid();
-        // The filesystem ids go back to the real ones (an argument of -1 changes nothing else): with another one, kernels since 6.17 take the exec
+        call!(libc::SYS_setrlimit, libc::RLIMIT_CORE, &raw const none).at(17)?;
+        call!(libc::SYS_umask, 0o022);
+        call!(libc::SYS_setsid);
+        // The filesystem ids go back to the real ones (NO_ID changes nothing else): with another one, kernels since 6.17 take the exec
         // for one that changes ids, and drop the ambient capabilities.
-        let keep = -1_i32;
-        step(18, libc::syscall(libc::SYS_setregid, keep, keep))?;
-        step(18, libc::syscall(libc::SYS_setreuid, keep, keep))?;
-        step(18, raise_capabilities(plan.last_capability))?;
+        call!(libc::SYS_setregid, NO_ID, NO_ID).at(18)?;
+        call!(libc::SYS_setreuid, NO_ID, NO_ID).at(18)?;
+        raise_capabilities(plan.last_capability).at(18)?;
         place_descriptors(plan)?;
         let program = sock_fprog {
             len: plan.filter.len() as u16,
             filter: plan.filter.as_ptr().cast_mut(),
         };
-        let listener = step(
-            20,
-            libc::syscall(
-                libc::SYS_seccomp,
-                libc::SECCOMP_SET_MODE_FILTER,
-                NEW_LISTENER,
-                &program,
-            ),
-        )?;
+        let listener = call!(
+            libc::SYS_seccomp,
+            libc::SECCOMP_SET_MODE_FILTER,
+            NEW_LISTENER,
+            &raw const program
+        )
+        .at(20)?;
         // The kernel closes it here at the exec.
-        step(
-            20,
-            if sysapi::send_fds(SOCKET_FD, &[listener as RawFd]).is_ok() {
-                0
-            } else {
-                -1
-            },
-        )?;
+        send(SOCKET_FD, listener as RawFd).at(20)?;
         let arguments = [c"chronus".as_ptr(), std::ptr::null()];
         let environment = [std::ptr::null::<libc::c_char>()];
-        step(
-            21,
-            libc::syscall(
-                libc::SYS_execveat,
-                CHRONUS_FD,
-                c"".as_ptr(),
-                arguments.as_ptr(),
-                environment.as_ptr(),
-                libc::AT_EMPTY_PATH,
-            ),
-        )?;
-        libc::_exit(2)
+        call!(
+            libc::SYS_execveat,
+            CHRONUS_FD,
+            c"".as_ptr(),
+            arguments.as_ptr(),
+            environment.as_ptr(),
+            libc::AT_EMPTY_PATH
+        )
+        .at(21)?;
+        Err(Failure { step: 21, errno: 0 })
     }
 }
 
 /// An image that lacks the directory gets it; one that has something else there (a link out of the tree, say) is refused.
-unsafe fn ensure_directory(name: &CStr) -> libc::c_long {
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+unsafe fn ensure_directory(name: &CStr) -> Outcome {
+    // SAFETY: name is NUL-terminated, and stat is plain data.
     unsafe {
-        if libc::mkdir(name.as_ptr(), 0o755) == 0 {
-            return 0;
+        if call!(libc::SYS_mkdir, name.as_ptr(), 0o755).0 == 0 {
+            return Outcome(0);
         }
         let mut stat: libc::stat = std::mem::zeroed();
-        if libc::lstat(name.as_ptr(), &mut stat) != 0 {
-            return -1;
+        let found = call!(libc::SYS_lstat, name.as_ptr(), &raw mut stat);
+        if found.0 != 0 || stat.st_mode & libc::S_IFMT == libc::S_IFDIR {
+            return found;
         }
-        if stat.st_mode & libc::S_IFMT == libc::S_IFDIR {
-            return 0;
-        }
-        *libc::__errno_location() = libc::ENOTDIR;
-        -1
+        Outcome(-(libc::ENOTDIR as isize))
     }
 }
 
-unsafe fn receive(socket: RawFd, mounts: &mut [RawFd; MAX_SENT_FDS]) -> c_int {
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+/// Room for one control message of descriptors, aligned as its header wants it.
+type Control = [u64; 8];
+
+unsafe fn message(iov: &mut libc::iovec, control: &mut Control, length: usize) -> libc::msghdr {
+    // SAFETY: msghdr is plain data; zero is valid for each field.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iov;
+    message.msg_iovlen = 1;
+    message.msg_control = control.as_mut_ptr().cast();
+    message.msg_controllen = length;
+    message
+}
+
+unsafe fn receive(socket: RawFd, mounts: &mut [RawFd; MAX_SENT_FDS]) -> usize {
+    // SAFETY: the message points at live buffers; the kernel writes a valid control message into the one for it.
     unsafe {
         let mut byte = 0_u8;
         let mut iov = libc::iovec {
             iov_base: (&raw mut byte).cast(),
             iov_len: 1,
         };
-        let mut control = [0_u64; 8];
-        let mut message: libc::msghdr = std::mem::zeroed();
-        message.msg_iov = &mut iov;
-        message.msg_iovlen = 1;
-        message.msg_control = control.as_mut_ptr().cast();
-        message.msg_controllen = std::mem::size_of_val(&control);
-        if libc::recvmsg(socket, &mut message, libc::MSG_CMSG_CLOEXEC) != 1 {
-            return -1;
+        let mut control: Control = [0; 8];
+        let mut message = message(&mut iov, &mut control, std::mem::size_of::<Control>());
+        if call!(
+            libc::SYS_recvmsg,
+            socket,
+            &raw mut message,
+            libc::MSG_CMSG_CLOEXEC
+        )
+        .0 != 1
+        {
+            return 0;
         }
         let header = libc::CMSG_FIRSTHDR(&message);
         if header.is_null() || (*header).cmsg_type != libc::SCM_RIGHTS {
-            return -1;
+            return 0;
         }
         let bytes = (*header).cmsg_len - libc::CMSG_LEN(0) as usize;
         let count = (bytes / std::mem::size_of::<RawFd>()).min(MAX_SENT_FDS);
@@ -406,29 +485,64 @@ unsafe fn receive(socket: RawFd, mounts: &mut [RawFd; MAX_SENT_FDS]) -> c_int {
             mounts.as_mut_ptr().cast::<u8>(),
             count * std::mem::size_of::<RawFd>(),
         );
-        count as c_int
+        count
     }
 }
 
-unsafe fn loopback_up() -> libc::c_long {
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+unsafe fn send(socket: RawFd, fd: RawFd) -> Outcome {
+    // SAFETY: the message points at live buffers, of which the one for control has room for one descriptor.
     unsafe {
-        let socket = libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0);
-        if socket < 0 {
-            return -1;
+        let mut byte = 0_u8;
+        let mut iov = libc::iovec {
+            iov_base: (&raw mut byte).cast(),
+            iov_len: 1,
+        };
+        let mut control: Control = [0; 8];
+        let size = std::mem::size_of::<RawFd>() as u32;
+        let message = message(&mut iov, &mut control, libc::CMSG_SPACE(size) as usize);
+        let header = libc::CMSG_FIRSTHDR(&message);
+        (*header).cmsg_level = libc::SOL_SOCKET;
+        (*header).cmsg_type = libc::SCM_RIGHTS;
+        (*header).cmsg_len = libc::CMSG_LEN(size) as usize;
+        std::ptr::write_unaligned(libc::CMSG_DATA(header).cast::<RawFd>(), fd);
+        call!(
+            libc::SYS_sendmsg,
+            socket,
+            &raw const message,
+            libc::MSG_NOSIGNAL
+        )
+    }
+}
+
+unsafe fn loopback_up() -> Outcome {
+    // SAFETY: ifreq is plain data, and outlives the call.
+    unsafe {
+        let socket = call!(
+            libc::SYS_socket,
+            libc::AF_INET,
+            libc::SOCK_DGRAM | libc::SOCK_CLOEXEC,
+            0
+        );
+        if socket.0 < 0 {
+            return socket;
         }
         let mut request: libc::ifreq = std::mem::zeroed();
         request.ifr_name[0] = b'l' as libc::c_char;
         request.ifr_name[1] = b'o' as libc::c_char;
         request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
-        let result = libc::ioctl(socket, libc::SIOCSIFFLAGS as _, &request);
-        libc::close(socket);
-        libc::c_long::from(result)
+        let result = call!(
+            libc::SYS_ioctl,
+            socket.0,
+            libc::SIOCSIFFLAGS,
+            &raw const request
+        );
+        call!(libc::SYS_close, socket.0);
+        result
     }
 }
 
 /// chronus keeps, across its exec, every capability of the sandbox's user namespace: its id isn't root's there, so ambient ones must carry them.
-unsafe fn raise_capabilities(last: c_int) -> libc::c_long {
+unsafe fn raise_capabilities(last: c_int) -> Outcome {
     #[repr(C)]
     struct Header {
         version: u32,
@@ -443,7 +557,7 @@ unsafe fn raise_capabilities(last: c_int) -> libc::c_long {
     }
     const VERSION_3: u32 = 0x2008_0522;
     const PR_CAP_AMBIENT_RAISE: c_int = 2;
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+    // SAFETY: header and data are what the two calls take, and outlive them.
     unsafe {
         let header = Header {
             version: VERSION_3,
@@ -454,30 +568,41 @@ unsafe fn raise_capabilities(last: c_int) -> libc::c_long {
             permitted: 0,
             inheritable: 0,
         }; 2];
-        if libc::syscall(libc::SYS_capget, &header, data.as_mut_ptr()) < 0 {
-            return -1;
+        let got = call!(libc::SYS_capget, &raw const header, data.as_mut_ptr());
+        if got.0 < 0 {
+            return got;
         }
         for half in &mut data {
             half.effective = half.permitted;
             half.inheritable = half.permitted;
         }
-        if libc::syscall(libc::SYS_capset, &header, data.as_ptr()) < 0 {
-            return -1;
+        let set = call!(libc::SYS_capset, &raw const header, data.as_ptr());
+        if set.0 < 0 {
+            return set;
         }
         for capability in 0..=last {
-            let held = data[capability as usize / 32].permitted >> (capability % 32) & 1 == 1;
-            if held && libc::prctl(libc::PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0) < 0
-            {
-                return -1;
+            let held = data[usize::from(capability >= 32)].permitted >> (capability % 32) & 1 == 1;
+            if held {
+                let raised = call!(
+                    libc::SYS_prctl,
+                    libc::PR_CAP_AMBIENT,
+                    PR_CAP_AMBIENT_RAISE,
+                    capability,
+                    0,
+                    0
+                );
+                if raised.0 < 0 {
+                    return raised;
+                }
             }
         }
-        0
+        Outcome(0)
     }
 }
 
 /// Moves the descriptors to their numbers and closes all others. Sources stand above the targets (the parent keeps them from 16 on), so none overwrites another.
 unsafe fn place_descriptors(plan: &Plan) -> Result<(), Failure> {
-    // SAFETY: system calls on descriptors, strings and structures that live as long as this child does.
+    // SAFETY: bare system calls on descriptors of this child's own table.
     unsafe {
         let lasting = [
             (plan.listener, LISTENER_FD),
@@ -486,24 +611,25 @@ unsafe fn place_descriptors(plan: &Plan) -> Result<(), Failure> {
         ];
         for (source, target) in lasting {
             if source >= 0 {
-                step(19, libc::syscall(libc::SYS_dup3, source, target, 0))?;
+                call!(libc::SYS_dup3, source, target, 0).at(19)?;
             } else {
-                libc::close(target);
+                call!(libc::SYS_close, target);
             }
         }
         for (source, target) in [(plan.socket, SOCKET_FD), (plan.chronus, CHRONUS_FD)] {
-            step(
-                19,
-                libc::syscall(libc::SYS_dup3, source, target, libc::O_CLOEXEC),
-            )?;
+            call!(libc::SYS_dup3, source, target, libc::O_CLOEXEC).at(19)?;
         }
         // /dev/null of the sandbox for the three standard streams: nothing of the spawner's log is chronus' to write.
-        let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
-        step(19, libc::c_long::from(null))?;
+        let null = call!(
+            libc::SYS_open,
+            c"/dev/null".as_ptr(),
+            libc::O_RDWR | libc::O_CLOEXEC
+        )
+        .at(19)?;
         for target in 0..3 {
-            step(19, libc::syscall(libc::SYS_dup3, null, target, 0))?;
+            call!(libc::SYS_dup3, null, target, 0).at(19)?;
         }
-        step(19, libc::syscall(libc::SYS_close_range, 8, u32::MAX, 0))?;
+        call!(libc::SYS_close_range, 8, u32::MAX, 0).at(19)?;
         Ok(())
     }
 }

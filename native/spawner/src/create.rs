@@ -55,6 +55,27 @@ pub struct Created {
 /// Low descriptor numbers of one creating thread, so that a child's copy of the table stays short however many sandboxes live.
 pub struct Creator {
     base: RawFd,
+    /// What its child runs on before it executes chronus.
+    stack: Stack,
+}
+
+/// Its functions are shallow and hold a few hundred bytes each.
+const STACK_BYTES: usize = 64 << 10;
+
+/// Memory that a child runs on, in units aligned as the call convention wants a stack.
+struct Stack(Box<std::cell::UnsafeCell<[u128; STACK_BYTES / 16]>>);
+
+// SAFETY: a stack goes with its creator to one thread; only that thread's child touches its bytes.
+unsafe impl Send for Stack {}
+
+impl Stack {
+    fn new() -> Self {
+        Stack(Box::new(std::cell::UnsafeCell::new([0; STACK_BYTES / 16])))
+    }
+
+    fn as_ptr(&self) -> *const u8 {
+        self.0.get().cast()
+    }
 }
 
 /// Descriptors that a creator hands to its child, by place in its block.
@@ -65,7 +86,10 @@ impl Creator {
     /// The creator number `index` (0 or 1, …): must be made before other descriptors fill the low numbers.
     pub fn reserve(index: usize, null: &File) -> io::Result<Self> {
         let base = FIRST_BLOCK + index as RawFd * PLACES;
-        let creator = Creator { base };
+        let creator = Creator {
+            base,
+            stack: Stack::new(),
+        };
         creator.clear(null.as_raw_fd())?;
         Ok(creator)
     }
@@ -153,28 +177,30 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
     let configuration = configuration(cookie, spec.history)?;
     let (ours, theirs) = sysapi::socket_pair()?;
     clock.mark("socket");
-    let (pid, pidfd, born_in_v2) = {
-        let cgroup_fd = cgroup
-            .as_ref()
-            .map_or(Ok(-1), |dir| creator.place(1, dir.as_raw_fd()))?;
-        let plan = Plan {
-            own: (creator.base, creator.base + PLACES - 1),
-            socket: creator.place(0, theirs.as_raw_fd())?,
-            listener: creator.place(2, listener.as_raw_fd())?,
-            cgroup: cgroup_fd,
-            configuration: creator.place(3, configuration.as_raw_fd())?,
-            chronus: creator.place(4, node.chronus.as_raw_fd())?,
-            hostname: spec.hostname.as_bytes(),
-            shm_options: &CString::new(format!("mode=1777,size={}", spec.memory / 2))?,
-            filter: &filter,
-            masks: &node.masks,
-            last_capability: node.last_capability,
-        };
-        become_id(own_id)?;
-        let born = clone_child(&plan, cgroup.as_ref());
-        become_id(0)?;
-        born?
+    let cgroup_fd = cgroup
+        .as_ref()
+        .map_or(Ok(-1), |dir| creator.place(1, dir.as_raw_fd()))?;
+    let shm_options = CString::new(format!("mode=1777,size={}", spec.memory / 2))?;
+    let plan = Plan {
+        own: (creator.base, creator.base + PLACES - 1),
+        socket: creator.place(0, theirs.as_raw_fd())?,
+        listener: creator.place(2, listener.as_raw_fd())?,
+        cgroup: cgroup_fd,
+        configuration: creator.place(3, configuration.as_raw_fd())?,
+        chronus: creator.place(4, node.chronus.as_raw_fd())?,
+        hostname: spec.hostname.as_bytes(),
+        shm_options: &shm_options,
+        filter: &filter,
+        masks: &node.masks,
+        last_capability: node.last_capability,
     };
+    become_id(own_id)?;
+    let born = clone_child(creator, &plan, cgroup.as_ref());
+    if become_id(0).is_err() {
+        // Never seen: this thread may set any id. The child must not outlive what it runs on.
+        std::process::abort();
+    }
+    let (pid, pidfd, born_in_v2) = born?;
     drop((theirs, listener, configuration));
     clock.mark("clone");
     let newborn = Newborn {
@@ -296,12 +322,21 @@ fn died(when: &str) -> io::Error {
     io::Error::other(format!("the sandbox's first process died before {when}"))
 }
 
+/// Ends a child that may still use this process's memory.
 fn reap(pidfd: &OwnedFd) {
     let _ = sysapi::pidfd_kill(pidfd.as_raw_fd());
-    crate::kill::wait_for_end(pidfd);
+    if crate::kill::wait_for_end(pidfd).is_none() {
+        // It would go on in memory that is given to others: better a new spawner, which finds every sandbox again.
+        eprintln!("dsec-spawner: a child does not end; starting anew");
+        std::process::abort();
+    }
 }
 
-fn clone_child(plan: &Plan, cgroup: Option<&OwnedFd>) -> io::Result<(i32, OwnedFd, bool)> {
+fn clone_child(
+    creator: &Creator,
+    plan: &Plan,
+    cgroup: Option<&OwnedFd>,
+) -> io::Result<(i32, OwnedFd, bool)> {
     let namespaces = libc::CLONE_NEWUSER
         | libc::CLONE_NEWNS
         | libc::CLONE_NEWPID
@@ -310,7 +345,9 @@ fn clone_child(plan: &Plan, cgroup: Option<&OwnedFd>) -> io::Result<(i32, OwnedF
         | libc::CLONE_NEWUTS;
     let mut pidfd: RawFd = -1;
     let mut arguments = CloneArgs {
-        flags: (namespaces | libc::CLONE_PIDFD | libc::CLONE_FILES) as u32 as u64,
+        flags: (namespaces | libc::CLONE_PIDFD | libc::CLONE_FILES | libc::CLONE_VM) as u32 as u64,
+        stack: creator.stack.as_ptr() as u64,
+        stack_size: STACK_BYTES as u64,
         pidfd: (&raw mut pidfd) as u64,
         exit_signal: libc::SIGCHLD as u64,
         ..CloneArgs::default()
@@ -319,30 +356,21 @@ fn clone_child(plan: &Plan, cgroup: Option<&OwnedFd>) -> io::Result<(i32, OwnedF
         arguments.flags |= CLONE_INTO_CGROUP;
         arguments.cgroup = dir.as_raw_fd() as u64;
     }
-    // SAFETY: without CLONE_VM the child has its own copy of this memory; it calls `child::run` only, which never returns and makes system calls only.
-    let pid = unsafe {
-        let mut result = libc::syscall(
-            libc::SYS_clone3,
-            &arguments,
-            std::mem::size_of::<CloneArgs>(),
-        );
-        if result < 0 && cgroup.is_some() && *libc::__errno_location() != libc::EAGAIN {
-            arguments.flags &= !CLONE_INTO_CGROUP;
-            arguments.cgroup = 0;
-            result = libc::syscall(
-                libc::SYS_clone3,
-                &arguments,
-                std::mem::size_of::<CloneArgs>(),
-            );
-        }
-        if result == 0 {
-            child::run(plan);
-        }
-        check(result)?
-    };
+    // SAFETY: the stack is this creator's, which has one child at a time; `assemble` keeps the plan until the child runs chronus or is dead.
+    let mut born = unsafe { child::start(&arguments, plan) };
+    let refused = born
+        .as_ref()
+        .is_err_and(|error| error.raw_os_error() != Some(libc::EAGAIN));
+    if refused && cgroup.is_some() {
+        arguments.flags &= !CLONE_INTO_CGROUP;
+        arguments.cgroup = 0;
+        // SAFETY: as above.
+        born = unsafe { child::start(&arguments, plan) };
+    }
+    let pid = born?;
     // SAFETY: the kernel stored a descriptor of ours there.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
-    Ok((pid as i32, pidfd, arguments.flags & CLONE_INTO_CGROUP != 0))
+    Ok((pid, pidfd, arguments.flags & CLONE_INTO_CGROUP != 0))
 }
 
 fn write_maps(pid: i32, base: u32, extra: &[u32]) -> io::Result<()> {
