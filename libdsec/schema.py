@@ -28,8 +28,8 @@ Backend = Literal["fncall", "container", "microvm", "fullvm"]
 State = Literal["creating", "running", "pausing", "paused", "resuming", "stopping", "stopped", "failed", "lost"]
 
 
-class DSecContainerRunArgs(msgspec.Struct, kw_only=True, tag_field="backend", tag="container", forbid_unknown_fields=True):
-    """What a container sandbox is made of. Limits are limits, not reservations."""
+class SandboxArgs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a sandbox is made of, whatever the backend. Limits are limits, not reservations."""
 
     container_image: str
     """Base image: a name in the image store (``python:3.11``, ``python:3.11@3`` for a version) or a ``sha256:`` digest."""
@@ -57,28 +57,12 @@ class DSecContainerRunArgs(msgspec.Struct, kw_only=True, tag_field="backend", ta
     idempotency_key: str | None = None
 
 
-class DSecMicroVMRunArgs(msgspec.Struct, kw_only=True, tag_field="backend", tag="microvm", forbid_unknown_fields=True):
-    """A sandbox with a kernel of its own. The fields mean what they mean for a container."""
+class DSecContainerRunArgs(SandboxArgs, kw_only=True, tag_field="backend", tag="container", forbid_unknown_fields=True):
+    """A container: it shares the host's kernel."""
 
-    container_image: str
-    workspace: str | None = None
-    toolkits: tuple[str, ...] = ()
-    memory_limit_mb: int = 2048
-    cpu_cores_limit: float = 2.0
-    disk_limit_mb: int = 10240
-    pids_limit: int = 1024
-    ttl_running_stop: float | None = None
-    ttl_total: float | None = None
-    network: Literal["aether", "none", "bridged"] = "aether"
-    network_rules: dict[str, bool] | None = None
-    init_user: str = "root"
-    workdir: str | None = None
-    env: dict[str, str] = {}
-    labels: dict[str, str] = {}
-    cpu_class: Literal["best_effort", "latency_sensitive"] = "best_effort"
-    no_new_privs: bool = False
-    keep_on_failure: bool = False
-    idempotency_key: str | None = None
+
+class DSecMicroVMRunArgs(SandboxArgs, kw_only=True, tag_field="backend", tag="microvm", forbid_unknown_fields=True):
+    """A sandbox with a kernel of its own."""
 
 
 RunArgs = DSecContainerRunArgs | DSecMicroVMRunArgs

@@ -67,6 +67,11 @@ class Instance:
                     found.append(int(entry.name))
         return sorted(found)
 
+    def chronus_pids(self, sandbox: str) -> list[int]:
+        """The sandbox's processes outside any command: its first one."""
+        groups = [path for path in self.cgroup_dirs() if path.name == sandbox and "pids" in str(path)]
+        return sorted({int(line) for path in groups for line in (path / "cgroup.procs").read_text().split()})
+
     def leftovers(self) -> list[str]:
         """What sandboxes of this instance still hold in the kernel; empty when none lives."""
         return [str(path) for path in self.cgroup_dirs() + self.sockets()]

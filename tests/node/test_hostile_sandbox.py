@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from libdsec.schema import SandboxInfo
 from tests.conftest import Instance
 
 PROBE = r"""
@@ -178,16 +180,32 @@ async def test_mounts_show_no_path_of_the_host(instance: Instance, sandbox: Sand
 
 async def test_a_dead_chronus_fails_its_sandbox_with_the_reason(instance: Instance, client: DSecClient, base_image: str) -> None:
     sandbox = await client.run_container(DSecContainerRunArgs(container_image=base_image, memory_limit_mb=256))
-    procs = [path for path in instance.cgroup_dirs() if path.name == sandbox.id and "pids" in str(path)]
-    pids = {int(line) for path in procs for line in Path(path, "cgroup.procs").read_text().split()}
+    pids = instance.chronus_pids(sandbox.id)
     assert len(pids) == 1
-    subprocess.run(["kill", "-9", *map(str, pids)], check=True)
-    for _ in range(200):
+    os.kill(pids[0], signal.SIGKILL)
+    info = await _until_failed(sandbox)
+    assert info.reason
+    await sandbox.stop()
+
+
+async def _until_failed(sandbox: Sandbox) -> SandboxInfo:
+    for _ in range(400):
         info = await sandbox.info()
         if info.state == "failed":
-            break
+            return info
         await asyncio.sleep(0.05)
-    assert info.state == "failed" and info.reason
+    raise AssertionError(f"{sandbox.id} did not fail within 20 s")
+
+
+async def test_a_failed_sandbox_that_is_kept_shows_what_it_wrote(instance: Instance, client: DSecClient, base_image: str) -> None:
+    args = DSecContainerRunArgs(container_image=base_image, memory_limit_mb=256, keep_on_failure=True)
+    sandbox = await client.run_container(args)
+    await sandbox.exec("mkdir /work && echo clue > /work/left-behind")
+    for pid in instance.chronus_pids(sandbox.id):
+        os.kill(pid, signal.SIGKILL)
+    await _until_failed(sandbox)
+    written = [entry.path async for entry in sandbox.diff() if entry.kind == "written"]
+    assert any(path.endswith("work/left-behind") for path in written), written
     await sandbox.stop()
 
 
