@@ -24,7 +24,7 @@ from pathlib import Path
 command, words = sys.argv[1], sys.argv[2:]
 if command == "doctor":
     lacking = os.environ.get("LACKING")
-    print(json.dumps([{{"feature": "clone3", "state": "missing" if lacking else "ok", "cost": "no sandbox starts", "todo": "another kernel"}}]))
+    print(json.dumps([{{"feature": "clone3", "state": "missing" if lacking else "ok", "cost": "no sandbox starts", "todo": "upgrade"}}]))
     sys.exit(0)
 run = Path(words[words.index("--run-dir") + 1])
 notes = run.parent / "notes"
@@ -193,7 +193,7 @@ def test_a_service_that_does_not_start_says_why_and_leaves_nothing(machine: Mach
 def test_a_machine_without_an_essential_feature_is_told_what_to_do(machine: Machine) -> None:
     done = machine.dsec("up", LACKING="1")
     assert done.returncode == 1
-    assert "clone3: no sandbox starts; another kernel" in done.stderr
+    assert "clone3: no sandbox starts; upgrade" in done.stderr
     assert machine.notes == []
 
 
