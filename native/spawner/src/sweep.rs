@@ -11,6 +11,8 @@ use crate::sysapi;
 
 /// How long the kernel may take to let go of the scratch filesystem once nobody uses it.
 const RELEASE_DEADLINE: Duration = Duration::from_secs(15);
+/// A daemon that was just killed loses its name before its socket.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
 const KILL_DEADLINE: Duration = Duration::from_secs(20);
 
 /// Ends every sandbox and removes what the instance made. The daemon must not run. Returns the exit code.
@@ -21,10 +23,14 @@ pub fn run(options: &Options) -> Result<i32, String> {
 }
 
 fn remove_all(options: &Options) -> io::Result<()> {
-    if crate::server::is_running(&options.run_dir) {
-        return Err(io::Error::other(
-            "the daemon of this instance runs: stop it first",
-        ));
+    let deadline = Instant::now() + CLOSE_DEADLINE;
+    while crate::server::is_running(&options.run_dir) {
+        if Instant::now() > deadline {
+            return Err(io::Error::other(
+                "the daemon of this instance runs: stop it first",
+            ));
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
     end_sandboxes(options)?;
     cgroup::remove_roots(&options.cgroup)?;
