@@ -60,10 +60,20 @@ def small(**more: object) -> DSecContainerRunArgs:
 
 def kill(instance: Instance, name: str) -> None:
     """kill -9 of the one process of that name, and only that."""
-    pids = [pid for pid in instance.pids(name) if b"supervise" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    pids = [pid for pid in instance.pids(name) if _is_a_part(pid)]
     assert pids, f"no process named {name}"
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+
+
+def _is_a_part(pid: int) -> bool:
+    """Neither the supervisor nor a sandbox's first process, which bears the spawner's command line until it executes chronus."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        namespaces = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
+        return len(namespaces) == 1 and b"supervise" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 async def serving(client: DSecClient) -> None:
