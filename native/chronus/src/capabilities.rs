@@ -1,6 +1,8 @@
-//! What chronus may do and what its commands may: it keeps every capability of its user namespace, they get a fixed few, and only as root.
+//! What chronus' commands may do: a fixed few capabilities, and only as root.
 
 use std::io;
+
+use wire::capabilities::COMMAND_BITS;
 
 use crate::kernel::check;
 
@@ -8,10 +10,6 @@ use crate::kernel::check;
 const VERSION: u32 = 0x2008_0522;
 /// More numbers than any kernel has capabilities.
 const CAPABILITIES_MAX: libc::c_ulong = 63;
-
-/// Docker's default set less NET_RAW and MKNOD, as numbers of linux/capability.h: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID,
-/// SETUID, SETPCAP, NET_BIND_SERVICE, SYS_CHROOT, AUDIT_WRITE, SETFCAP.
-const COMMAND_SET: [u32; 12] = [0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 29, 31];
 
 #[repr(C)]
 struct Header {
@@ -25,13 +23,6 @@ struct Words {
     effective: u32,
     permitted: u32,
     inheritable: u32,
-}
-
-/// The bits of the sets of a command that runs as root.
-fn command_bits() -> u64 {
-    COMMAND_SET
-        .iter()
-        .fold(0, |bits, number| bits | 1 << number)
 }
 
 fn set(permitted: u64, effective: u64) -> io::Result<()> {
@@ -64,8 +55,7 @@ fn permitted() -> io::Result<u64> {
 /// Prepares this process so that its children need little more: the bounding set is what a command may ever have, nothing is inheritable
 /// or ambient. Chronus itself keeps what it has, since it never executes another program.
 pub fn confine_children() -> io::Result<()> {
-    let bits = command_bits();
-    for number in (0..=CAPABILITIES_MAX).filter(|number| bits >> number & 1 == 0) {
+    for number in (0..=CAPABILITIES_MAX).filter(|number| COMMAND_BITS >> number & 1 == 0) {
         // SAFETY: plain prctl calls.
         if unsafe { libc::prctl(libc::PR_CAPBSET_READ, number) } == 1 {
             // SAFETY: as above.
@@ -89,7 +79,7 @@ pub fn confine_children() -> io::Result<()> {
 /// In a child that has taken on its user: leaves root with the command set, anybody else with nothing.
 pub fn drop_for(uid: u32) -> io::Result<()> {
     let bits = if uid == 0 {
-        command_bits() & permitted()?
+        COMMAND_BITS & permitted()?
     } else {
         0
     };

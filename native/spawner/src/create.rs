@@ -164,7 +164,8 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
     let own_id = base + IDS_PER_SANDBOX - 1;
     let limits = Limits {
         memory: Some(spec.memory),
-        cpu_millis: Some(spec.cpu_millis),
+        // As much as the node has is no limit; telling the kernel costs a walk over every group.
+        cpu_millis: Some(spec.cpu_millis).filter(|millis| *millis < node.cores as u64 * 1000),
         pids: Some(spec.pids),
     };
     let cgroup = node.cgroups.create(&spec.id, limits, own_id)?;
@@ -192,7 +193,6 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
         shm_options: &shm_options,
         filter: &filter,
         masks: &node.masks,
-        last_capability: node.last_capability,
     };
     become_id(own_id)?;
     let born = clone_child(creator, &plan, cgroup.as_ref());
@@ -205,6 +205,7 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
     clock.mark("clone");
     let newborn = Newborn {
         pid,
+        pidfd: &pidfd,
         socket: ours,
         slot,
         base,
@@ -220,8 +221,9 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
 }
 
 /// A child between its birth and the exec of chronus.
-struct Newborn {
+struct Newborn<'a> {
     pid: i32,
+    pidfd: &'a OwnedFd,
     socket: OwnedFd,
     slot: u32,
     /// Host id of its root.
@@ -234,7 +236,7 @@ fn raise(
     node: &Node,
     creator: &Creator,
     spec: &Spec,
-    newborn: &Newborn,
+    newborn: &Newborn<'_>,
     clock: &mut Clock,
 ) -> io::Result<OwnedFd> {
     let Newborn {
@@ -260,7 +262,7 @@ fn raise(
     let tree = node.layers.tree(TreeSpec {
         layers: spec.layers.clone(),
         volume: node.scratch.open_volume(&spec.id)?,
-        userns: OwnedFd::from(File::open(format!("/proc/{pid}/ns/user"))?),
+        userns: sysapi::user_namespace(newborn.pidfd.as_raw_fd())?,
         root_id: base,
         cover: covers::Key {
             memory: spec.memory,
@@ -268,7 +270,11 @@ fn raise(
         },
     })?;
     clock.mark("mounts");
-    let mut mounts = vec![tree.root.as_raw_fd(), tree.dev.as_raw_fd()];
+    let mut mounts = vec![
+        tree.root.as_raw_fd(),
+        tree.sys.as_raw_fd(),
+        tree.dev.as_raw_fd(),
+    ];
     mounts.extend(tree.covers.iter().map(AsRawFd::as_raw_fd));
     // Its table of descriptors was this process's until now, so the reserved numbers could not be taken back before.
     let Report::Unshared = next_report(&newborn.socket)? else {

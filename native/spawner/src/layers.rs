@@ -1,7 +1,7 @@
 //! The pinned mount namespace: read-only layers, the scratch filesystem and the prepared pieces of every sandbox's tree are mounted there once.
 //!
 //! It is a namespace of its own, so that cloning the spawner's doesn't copy its mounts, and it is held by a bind mount on `<run>/layers.ns`, so that
-//! a spawner that dies loses nothing: the next one enters it again. One thread lives in it and assembles the mounts of each new sandbox as
+//! a spawner that dies loses nothing: the next one enters it again. Two threads live in it and assemble the mounts of each new sandbox as
 //! detached descriptors. Layers are given by descriptor throughout, so no path of the host shows up inside.
 
 use std::collections::HashMap;
@@ -11,7 +11,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{mpsc, Arc, Mutex, MutexGuard, PoisonError};
 
 use sha2::{Digest, Sha256};
 
@@ -34,9 +34,15 @@ const DEVICES: &[(&str, u32, u32)] = &[
     ("tty", 5, 0),
 ];
 
+/// Directories of /sys that sandboxes must not read.
+const MASKED: [&str; 2] = ["firmware", "devices/virtual/powercap"];
+
+const QUIET: libc::c_ulong = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+
 /// Everything that a sandbox's child attaches, detached and mapped to its ids.
 pub struct Tree {
     pub root: OwnedFd,
+    pub sys: OwnedFd,
     pub dev: OwnedFd,
     /// Mounts over files of /proc and /sys that would show the host's size, in the order of [`covers::PATHS`].
     pub covers: Vec<OwnedFd>,
@@ -52,36 +58,67 @@ pub struct TreeSpec {
     pub cover: covers::Key,
 }
 
-type Job = Box<dyn FnOnce(&mut Pinned) + Send>;
+type Job = Box<dyn FnOnce(&Pinned) + Send>;
 
-/// A handle on the thread that lives in the pinned namespace.
+/// Making an overlay waits for grace periods of the kernel: meanwhile another one can be made.
+const THREADS: usize = 2;
+
+/// A handle on the threads that live in the pinned namespace.
 #[derive(Clone)]
 pub struct Layers {
     jobs: mpsc::Sender<Job>,
 }
 
-/// The thread's own state.
+/// What those threads share.
 struct Pinned {
-    layers: HashMap<String, OwnedFd>,
-    covers: HashMap<covers::Key, Vec<CString>>,
+    layers: Mutex<HashMap<String, Arc<OwnedFd>>>,
+    covers: Mutex<HashMap<covers::Key, Arc<Vec<CString>>>>,
     dev: OwnedFd,
+    sys: OwnedFd,
+}
+
+/// Does the jobs as they come, as one of several.
+fn work(inbox: &Mutex<mpsc::Receiver<Job>>, state: &Pinned) {
+    loop {
+        let job = lock(inbox).recv();
+        match job {
+            Ok(job) => job(state),
+            Err(_) => return,
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Where things are in the pinned namespace.
 const LAYERS: &str = "/layers";
 const SCRATCH: &str = "/scratch";
 const DEV: &str = "/dev";
+const SYS: &str = "/sys";
+const PROC: &str = "/proc";
 const COVERS: &str = "/covers";
 
 fn text(value: impl AsRef<OsStr>) -> io::Result<CString> {
     CString::new(value.as_ref().as_bytes()).map_err(io::Error::other)
 }
 
+/// A handle on a directory that something is mounted on.
+fn point(path: &Path) -> io::Result<OwnedFd> {
+    sysapi::open_at(
+        libc::AT_FDCWD,
+        &text(path)?,
+        libc::O_PATH | libc::O_DIRECTORY,
+    )
+}
+
 fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
     result.map_err(|error| io::Error::new(error.kind(), format!("{what}: {error}")))
 }
 
-/// Leaves a mount namespace with one small tmpfs as its root, a proc and a sysfs: what it costs to clone is what it holds.
+/// Leaves a mount namespace with one small tmpfs as its root and a proc: what it costs to clone is what it holds. The proc shows a process to those
+/// only who may trace it, because a copy of it stays in every sandbox's namespace, below everything that a sandbox can reach.
 pub fn enter_small_root(staging: &Path) -> io::Result<()> {
     let stage = text(staging)?;
     sysapi::mount(None, c"/", None, libc::MS_REC | libc::MS_PRIVATE, None)?;
@@ -92,14 +129,16 @@ pub fn enter_small_root(staging: &Path) -> io::Result<()> {
         libc::MS_NOSUID,
         Some(c"mode=755"),
     )?;
-    for (name, source) in [("proc", c"/proc"), ("sys", c"/sys")] {
-        let target = staging.join(name);
-        std::fs::create_dir(&target)?;
-        sysapi::mount(Some(source), &text(&target)?, None, libc::MS_BIND, None)?;
+    for name in [PROC, LAYERS, SCRATCH, DEV, SYS, COVERS] {
+        std::fs::create_dir(staging.join(&name[1..]))?;
     }
-    for name in ["new", &LAYERS[1..], &SCRATCH[1..], &DEV[1..], &COVERS[1..]] {
-        std::fs::create_dir(staging.join(name))?;
-    }
+    sysapi::mount(
+        Some(c"proc"),
+        &text(staging.join(&PROC[1..]))?,
+        Some(c"proc"),
+        QUIET,
+        Some(c"hidepid=ptraceable"),
+    )?;
     std::env::set_current_dir(staging)?;
     sysapi::pivot_root_here()?;
     sysapi::unmount(c".", libc::MNT_DETACH)?;
@@ -149,11 +188,19 @@ impl Layers {
                     Ok((Pinned::recover()?, root))
                 });
                 match state {
-                    Ok((mut state, root)) => {
-                        let _ = ready.send(Ok(root));
-                        while let Ok(job) = inbox.recv() {
-                            job(&mut state);
-                        }
+                    Ok((state, root)) => {
+                        let (state, inbox) = (Arc::new(state), Arc::new(Mutex::new(inbox)));
+                        let others: io::Result<Vec<_>> = (1..THREADS)
+                            .map(|_| {
+                                // A thread is born into the namespace and with the capabilities of the one that starts it.
+                                let (state, inbox) = (state.clone(), inbox.clone());
+                                std::thread::Builder::new()
+                                    .name("layers".into())
+                                    .spawn(move || work(&inbox, &state))
+                            })
+                            .collect();
+                        let _ = ready.send(others.map(|_| root));
+                        work(&inbox, &state);
                     }
                     Err(error) => drop(ready.send(Err(error))),
                 }
@@ -181,7 +228,7 @@ impl Layers {
 
     fn ask<T: Send + 'static>(
         &self,
-        work: impl FnOnce(&mut Pinned) -> io::Result<T> + Send + 'static,
+        work: impl FnOnce(&Pinned) -> io::Result<T> + Send + 'static,
     ) -> io::Result<T> {
         let (answer, result) = mpsc::channel();
         self.jobs
@@ -199,7 +246,8 @@ impl Layers {
 
     pub fn unmount(&self, digest: String) -> io::Result<()> {
         self.ask(move |state| {
-            if state.layers.remove(&digest).is_some() {
+            let mut layers = lock(&state.layers);
+            if layers.remove(&digest).is_some() {
                 let point = format!("{LAYERS}/{digest}");
                 sysapi::unmount(&text(&point)?, libc::MNT_DETACH)?;
                 std::fs::remove_dir(point)?;
@@ -209,7 +257,7 @@ impl Layers {
     }
 
     pub fn mounted(&self) -> io::Result<Vec<String>> {
-        self.ask(|state| Ok(state.layers.keys().cloned().collect()))
+        self.ask(|state| Ok(lock(&state.layers).keys().cloned().collect()))
     }
 
     /// Assembles the mounts of one sandbox.
@@ -264,9 +312,10 @@ fn found(staging: &Path) -> io::Result<()> {
         Some(c"covers"),
         &text(COVERS)?,
         Some(c"tmpfs"),
-        libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC,
+        QUIET,
         Some(c"mode=755"),
-    )
+    )?;
+    make_sys()
 }
 
 fn wait_for_own_namespace(tid: i32) -> io::Result<()> {
@@ -332,35 +381,44 @@ fn make_dev() -> io::Result<()> {
     Ok(())
 }
 
+/// The /sys that all sandboxes share, read-only. A sysfs shows the devices of the network namespace that it is mounted in, and each of its own would cost
+/// a sandbox a superblock and the kernel a search among all of them; so it is mounted in an empty namespace, which looks like the sandboxes' own.
+fn make_sys() -> io::Result<()> {
+    sysapi::unshare(libc::CLONE_NEWNET)?;
+    let flags = QUIET | libc::MS_RDONLY;
+    named(
+        "a sysfs for sandboxes",
+        sysapi::mount(Some(c"sysfs"), &text(SYS)?, Some(c"sysfs"), flags, None),
+    )?;
+    let empty = text(format!("{DEV}/template/mqueue"))?;
+    for path in MASKED {
+        let target = PathBuf::from(SYS).join(path);
+        if target.exists() {
+            sysapi::mount(Some(&empty), &text(&target)?, None, libc::MS_BIND, None)?;
+        }
+    }
+    Ok(())
+}
+
 impl Pinned {
     /// Finds what is mounted in the namespace already.
     fn recover() -> io::Result<Self> {
         let mut layers = HashMap::new();
         for entry in std::fs::read_dir(LAYERS)?.flatten() {
             let digest = entry.file_name().to_string_lossy().into_owned();
-            layers.insert(
-                digest,
-                sysapi::open_at(
-                    libc::AT_FDCWD,
-                    &text(entry.path())?,
-                    libc::O_PATH | libc::O_DIRECTORY,
-                )?,
-            );
+            layers.insert(digest, Arc::new(point(&entry.path())?));
         }
-        let dev = sysapi::open_at(
-            libc::AT_FDCWD,
-            &text(format!("{DEV}/template"))?,
-            libc::O_PATH | libc::O_DIRECTORY,
-        )?;
         Ok(Pinned {
-            layers,
-            covers: HashMap::new(),
-            dev,
+            layers: Mutex::new(layers),
+            covers: Mutex::default(),
+            dev: point(&Path::new(DEV).join("template"))?,
+            sys: point(Path::new(SYS))?,
         })
     }
 
-    fn mount(&mut self, digest: String, metadata: &File, blob: Option<&File>) -> io::Result<()> {
-        if self.layers.contains_key(&digest) {
+    fn mount(&self, digest: String, metadata: &File, blob: Option<&File>) -> io::Result<()> {
+        let mut layers = lock(&self.layers);
+        if layers.contains_key(&digest) {
             return Ok(());
         }
         let context = FsContext::open(c"erofs")?;
@@ -377,22 +435,15 @@ impl Pinned {
                     format!("mounting the layer: {error}; {}", context.log()),
                 )
             })?;
-        let point = PathBuf::from(format!("{LAYERS}/{digest}"));
-        std::fs::create_dir(&point)?;
-        attach_mount(mount.as_raw_fd(), &text(&point)?)
-            .inspect_err(|_| drop(std::fs::remove_dir(&point)))?;
-        self.layers.insert(
-            digest,
-            sysapi::open_at(
-                libc::AT_FDCWD,
-                &text(&point)?,
-                libc::O_PATH | libc::O_DIRECTORY,
-            )?,
-        );
+        let place = PathBuf::from(format!("{LAYERS}/{digest}"));
+        std::fs::create_dir(&place)?;
+        attach_mount(mount.as_raw_fd(), &text(&place)?)
+            .inspect_err(|_| drop(std::fs::remove_dir(&place)))?;
+        layers.insert(digest, Arc::new(point(&place)?));
         Ok(())
     }
 
-    fn tree(&mut self, spec: &TreeSpec) -> io::Result<Tree> {
+    fn tree(&self, spec: &TreeSpec) -> io::Result<Tree> {
         let userns = spec.userns.as_raw_fd();
         // overlayfs acts on the writable layer with the ids of whoever mounts it, and those must have a place in the sandbox's map.
         let root = with_file_ids(spec.root_id, || self.overlay(spec, userns))?;
@@ -402,8 +453,12 @@ impl Pinned {
             MOUNT_ATTR_IDMAP | MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC,
             Some(userns),
         )?;
-        let covers = self.covers(&spec.cover)?;
-        Ok(Tree { root, dev, covers })
+        Ok(Tree {
+            root,
+            sys: sysapi::clone_mounts(self.sys.as_raw_fd())?,
+            dev,
+            covers: self.covers(&spec.cover)?,
+        })
     }
 
     fn overlay(&self, spec: &TreeSpec, userns: RawFd) -> io::Result<OwnedFd> {
@@ -418,7 +473,7 @@ impl Pinned {
         // A detached mount lasts as long as its descriptor: these must outlive the creation of the overlay.
         let mut mapped_layers = Vec::with_capacity(spec.layers.len());
         for digest in &spec.layers {
-            let layer = self.layers.get(digest).ok_or_else(|| {
+            let layer = lock(&self.layers).get(digest).cloned().ok_or_else(|| {
                 io::Error::new(
                     io::ErrorKind::NotFound,
                     format!("layer {digest} is not mounted"),
@@ -442,6 +497,8 @@ impl Pinned {
             (c"metacopy", c"off"),
             (c"index", c"off"),
             (c"xino", c"auto"),
+            // An id of its own would be written into the layer, and nobody asks for it.
+            (c"uuid", c"null"),
         ] {
             context.set(key, value)?;
         }
@@ -451,25 +508,10 @@ impl Pinned {
     }
 
     /// Detached mounts of the covers for these limits, whose files are made on first use (or were, by an earlier spawner).
-    fn covers(&mut self, key: &covers::Key) -> io::Result<Vec<OwnedFd>> {
-        if !self.covers.contains_key(key) {
-            let directory = PathBuf::from(format!("{COVERS}/{}", key.name()));
-            std::fs::create_dir_all(&directory)?;
-            let mut paths = Vec::new();
-            for (name, content) in key.files()? {
-                let (path, partial) =
-                    (directory.join(name), directory.join(format!("{name}.part")));
-                if !path.exists() {
-                    File::create(&partial)?.write_all(content.as_bytes())?;
-                    std::fs::rename(&partial, &path)?;
-                }
-                paths.push(text(&path)?);
-            }
-            self.covers.insert(key.clone(), paths);
-        }
+    fn covers(&self, key: &covers::Key) -> io::Result<Vec<OwnedFd>> {
         let attributes =
             MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC;
-        self.covers[key]
+        self.cover_files(key)?
             .iter()
             .map(|path| {
                 let mount = clone_mount(libc::AT_FDCWD, path)?;
@@ -477,6 +519,27 @@ impl Pinned {
                 Ok(mount)
             })
             .collect()
+    }
+
+    fn cover_files(&self, key: &covers::Key) -> io::Result<Arc<Vec<CString>>> {
+        let mut known = lock(&self.covers);
+        if let Some(paths) = known.get(key) {
+            return Ok(paths.clone());
+        }
+        let directory = PathBuf::from(format!("{COVERS}/{}", key.name()));
+        std::fs::create_dir_all(&directory)?;
+        let mut paths = Vec::new();
+        for (name, content) in key.files()? {
+            let (path, partial) = (directory.join(name), directory.join(format!("{name}.part")));
+            if !path.exists() {
+                File::create(&partial)?.write_all(content.as_bytes())?;
+                std::fs::rename(&partial, &path)?;
+            }
+            paths.push(text(&path)?);
+        }
+        let paths = Arc::new(paths);
+        known.insert(key.clone(), paths.clone());
+        Ok(paths)
     }
 }
 

@@ -30,7 +30,6 @@ pub struct Node {
     pub memory: u64,
     /// Which of [`MASKS`] exist here.
     pub masks: Vec<bool>,
-    pub last_capability: i32,
     /// `<state>/images/blobs`, the service's.
     blobs: OwnedFd,
     /// `<run>/meta`, root's.
@@ -154,10 +153,6 @@ impl Node {
                 .iter()
                 .map(|mask| Path::new("/").join(&*mask.path.to_string_lossy()).exists())
                 .collect(),
-            last_capability: std::fs::read_to_string("/proc/sys/kernel/cap_last_cap")?
-                .trim()
-                .parse()
-                .map_err(io::Error::other)?,
             blobs: open_directory(&blobs)?,
             metadata: open_directory(&run.join("meta"))?,
         })

@@ -189,7 +189,7 @@ pub fn attach_loop(image: &Path) -> io::Result<File> {
 pub struct Scratch {
     root: OwnedFd,
     /// /sys/fs/btrfs/<uuid>/qgroups, for reading use as it is, reservations included.
-    qgroups: String,
+    qgroups: OwnedFd,
     /// Quota groups of deleted subvolumes: the kernel lets go of one only when the last extent has been freed, some time after the deletion.
     orphans: Mutex<Vec<u64>>,
 }
@@ -234,7 +234,7 @@ impl Scratch {
         .join("-");
         Ok(Scratch {
             root,
-            qgroups: format!("/sys/fs/btrfs/{uuid}/qgroups"),
+            qgroups: File::open(format!("/sys/fs/btrfs/{uuid}/qgroups"))?.into(),
             orphans: Mutex::default(),
         })
     }
@@ -326,15 +326,10 @@ impl Scratch {
             .iter()
             .filter_map(|id| tree_of(&self.open_volume(id).ok()?).ok())
             .collect();
-        let groups = std::fs::read_dir(&self.qgroups)?
-            .flatten()
-            .filter_map(|entry| {
-                let tree: u64 = entry
-                    .file_name()
-                    .to_str()?
-                    .strip_prefix("0_")?
-                    .parse()
-                    .ok()?;
+        let groups = sysapi::names_in(self.qgroups.as_raw_fd())?
+            .into_iter()
+            .filter_map(|name| {
+                let tree: u64 = name.strip_prefix("0_")?.parse().ok()?;
                 // Trees below 256 are the filesystem's own.
                 (tree >= 256 && !live.contains(&tree)).then_some(tree)
             });
@@ -362,7 +357,9 @@ impl Scratch {
     pub fn usage(&self, id: &str) -> io::Result<u64> {
         let tree = tree_of(&self.open_volume(id)?)?;
         let read = |file: &str| -> u64 {
-            std::fs::read_to_string(format!("{}/0_{}/{file}", self.qgroups, tree))
+            CString::new(format!("0_{tree}/{file}"))
+                .map_err(io::Error::other)
+                .and_then(|path| sysapi::read_at(self.qgroups.as_raw_fd(), &path))
                 .ok()
                 .and_then(|value| value.trim().parse().ok())
                 .unwrap_or(0)

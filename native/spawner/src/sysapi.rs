@@ -43,6 +43,15 @@ pub fn clone_mount(fd: RawFd, path: &CStr) -> io::Result<OwnedFd> {
     owned(unsafe { libc::syscall(libc::SYS_open_tree, fd, path.as_ptr(), flags) })
 }
 
+/// A detached copy of the mount at `fd` and of those below it.
+pub fn clone_mounts(fd: RawFd) -> io::Result<OwnedFd> {
+    let flags = OPEN_TREE_CLONE
+        | OPEN_TREE_CLOEXEC
+        | (libc::AT_EMPTY_PATH | libc::AT_RECURSIVE) as c_uint;
+    // SAFETY: a constant NUL-terminated path.
+    owned(unsafe { libc::syscall(libc::SYS_open_tree, fd, c"".as_ptr(), flags) })
+}
+
 #[repr(C)]
 struct MountAttr {
     attr_set: u64,
@@ -285,6 +294,15 @@ pub fn pivot_root_here() -> io::Result<()> {
 pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: plain integers.
     owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })
+}
+
+/// The user namespace that a process is in.
+pub fn user_namespace(pidfd: RawFd) -> io::Result<OwnedFd> {
+    const PIDFD_GET_USER_NAMESPACE: c_ulong = 0xff09;
+    // SAFETY: the request takes no argument.
+    owned(c_long::from(unsafe {
+        libc::ioctl(pidfd, PIDFD_GET_USER_NAMESPACE as _, 0)
+    }))
 }
 
 pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {

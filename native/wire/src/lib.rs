@@ -3,6 +3,7 @@
 //! This crate knows bytes only: no descriptor, no clock, no policy. It uses no derive macros, because a static build without `--target`
 //! can't make procedural macros.
 
+pub mod capabilities;
 pub mod frame;
 pub mod message;
 pub mod value;
