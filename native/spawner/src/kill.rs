@@ -39,7 +39,7 @@ pub fn wait_for_end(pidfd: &OwnedFd) -> Option<i32> {
     }
 }
 
-/// Kills and removes everything of a sandbox.
+/// Kills everything of a sandbox and removes all but its control groups, which are for [`crate::endings::Endings`].
 pub fn end(
     node: &Node,
     id: &str,
@@ -57,7 +57,7 @@ pub fn end(
         }
         None => end_strays(node, id),
     }
-    take_away(node, id, slot, keep_scratch)
+    take_files(node, id, slot, keep_scratch)
 }
 
 /// Ends processes that only the group knows.
@@ -82,6 +82,14 @@ fn end_strays(node: &Node, id: &str) {
 
 /// Removes the objects of a sandbox whose processes are dead.
 pub fn take_away(node: &Node, id: &str, slot: Option<u32>, keep_scratch: bool) -> Ended {
+    let mut ended = take_files(node, id, slot, keep_scratch);
+    if let Err(error) = node.cgroups.remove(id) {
+        ended.left.push(format!("cgroup: {error}"));
+    }
+    ended
+}
+
+fn take_files(node: &Node, id: &str, slot: Option<u32>, keep_scratch: bool) -> Ended {
     let mut ended = Ended {
         figures: node.cgroups.figures(id),
         disk: node.scratch.usage(id).unwrap_or(0),
@@ -89,9 +97,6 @@ pub fn take_away(node: &Node, id: &str, slot: Option<u32>, keep_scratch: bool) -
     };
     if let Some(slot) = slot {
         node.remove_socket(slot);
-    }
-    if let Err(error) = node.cgroups.remove(id) {
-        ended.left.push(format!("cgroup: {error}"));
     }
     let scratch = if keep_scratch {
         node.scratch.forget(id)

@@ -7,6 +7,7 @@ mod covers;
 mod create;
 mod denials;
 mod doctor;
+mod endings;
 mod kill;
 mod layers;
 mod node;

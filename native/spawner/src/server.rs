@@ -10,6 +10,7 @@ use std::sync::{mpsc, Arc, Mutex, PoisonError};
 use crate::create::{self, Creator, Spec};
 use crate::denials::Denials;
 use crate::doctor;
+use crate::endings::Endings;
 use crate::kill;
 use crate::node::{self, Node};
 use crate::options::Options;
@@ -20,7 +21,7 @@ use crate::verbs::{self, Facts, Listed, Verb};
 /// The most that a request may be.
 const MAX_REQUEST: u32 = 4 << 20;
 /// Creations and endings wait for the kernel (grace periods, dying processes) as long as they compute: more threads than processors keep these busy.
-const CREATORS: usize = 4;
+const CREATORS: usize = 6;
 const ENDERS: usize = 8;
 
 /// How often quota groups of deleted subvolumes are tried again: deletions come through with the filesystem's commits, every 30 s.
@@ -52,6 +53,7 @@ struct Server {
     creates: Mutex<mpsc::Sender<(Peer, u64, Box<Spec>)>>,
     ends: Mutex<mpsc::Sender<(Peer, u64, String, bool)>>,
     others: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    endings: Endings,
     denials: Denials,
     watch: OwnedFd,
     watched: Mutex<std::collections::HashMap<u64, (String, Arc<OwnedFd>)>>,
@@ -87,6 +89,7 @@ pub fn run(options: &Options) -> io::Result<()> {
         creates: Mutex::new(creates),
         ends: Mutex::new(ends),
         others: Mutex::new(others),
+        endings: Endings::default(),
         denials: Denials::new(epoll()?),
         watch: epoll()?,
         watched: Mutex::default(),
@@ -123,6 +126,15 @@ pub fn run(options: &Options) -> io::Result<()> {
             }
         })?;
     }
+    let remover = server.clone();
+    start("groups", move || loop {
+        for id in remover.endings.next() {
+            // What can't be removed now has no sandbox any more: the edge's sweep finds it.
+            if let Err(error) = remover.node.cgroups.remove(&id) {
+                eprintln!("dsec-spawner: ending {id}: its groups: {error}");
+            }
+        }
+    })?;
     let other = server.clone();
     start("other", move || {
         while let Ok((peer, id, verb)) = to_do.recv() {
@@ -332,6 +344,7 @@ impl Server {
         let entry = self.registry.begin_end(sandbox);
         let (slot, pidfd) = entry.map_or((None, None), |entry| (entry.slot, entry.pidfd));
         let ended = kill::end(&self.node, sandbox, slot, pidfd.as_deref(), keep_scratch);
+        self.endings.leave(sandbox);
         self.registry.remove(sandbox);
         if ended.left.is_empty() {
             peer.send(&verbs::ended(id, ended.figures, ended.disk));
@@ -439,7 +452,8 @@ impl Server {
         let known: std::collections::HashSet<String> =
             listed.iter().map(|one| one.sandbox.clone()).collect();
         let mut strays = kept;
-        strays.extend(self.node.cgroups.list());
+        let groups = self.node.cgroups.list().into_iter();
+        strays.extend(groups.filter(|id| !self.endings.waits(id)));
         strays.sort();
         strays.dedup();
         for id in strays.into_iter().filter(|id| !known.contains(id)) {
