@@ -163,6 +163,7 @@ class DSecClient:
 
         A broken answer is asked for again with the same idempotency keys, for what is missing: nothing is made twice. With
         ``args.idempotency_key`` set, sandbox i of ``count`` has the key ``<key>/<i>``: a client that starts again finds the same ones.
+        Those that the one before was not told of wait two minutes for that; then they are stopped, and their keys answer SandboxGone.
         """
         keyed = _with_keys([args] if isinstance(args, DSecContainerRunArgs | DSecMicroVMRunArgs) else list(args), count)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout

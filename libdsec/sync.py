@@ -214,6 +214,7 @@ class DSecClient:
 
         A broken answer is asked for again with the same idempotency keys, for what is missing: nothing is made twice. With
         ``args.idempotency_key`` set, sandbox i of ``count`` has the key ``<key>/<i>``: a client that starts again finds the same ones.
+        Those that the one before was not told of wait two minutes for that; then they are stopped, and their keys answer SandboxGone.
         """
         return (RunItem._of(item) for item in iterate(self._async.run_many(args, count=count, timeout=timeout)))
 

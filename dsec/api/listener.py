@@ -59,11 +59,16 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._stop_deadline()
+        # uvicorn drops what is sent to a lost connection without a word. A create must know: nobody was told of that sandbox.
+        self.scope["dsec.connected"] = self._is_connected  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._in_head = True
         super().on_message_complete()
+
+    def _is_connected(self) -> bool:
+        return not self.transport.is_closing()
 
     def _start_deadline(self) -> None:
         self._deadline = self.loop.call_later(HEADER_DEADLINE_S, self.transport.close)

@@ -174,6 +174,12 @@ class Call:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    def connected(self) -> bool:
+        """Whether the connection to the client stands. Asked behind :meth:`send` without another await between, it says whether what was
+        sent was handed to a live connection: a server drops silently what it is given for one that is lost."""
+        connected = self.scope.get("dsec.connected")
+        return connected is None or bool(connected())
+
     # --- the answer
 
     async def reply(self, value: object, status: int = 200) -> None:

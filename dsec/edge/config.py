@@ -38,6 +38,10 @@ class EdgeConfig:
     """Starts that may wait: two of the largest batches. Beyond it a request is refused."""
     sweep_every_s: float = 60.0
     """Period of the comparison of kernel objects with the journal."""
+    orphan_grace_s: float = 120.0
+    """How long a sandbox of which nobody was told waits to be asked for by its idempotency key. Longer than libdsec goes on asking: it
+    notices a broken connection within ``TCP_IDLE_S`` (30 s), repeats the call for ``RETRY_FOR_S`` (60 s), and the last attempt may take
+    ``CONNECT_TIMEOUT_S`` (10 s) to connect."""
     layer_idle_s: float = 600.0
     """A layer without a sandbox is unmounted after this long; until then it saves the next sandbox a mount."""
     records_keep_s: float = DAY_S

@@ -9,6 +9,7 @@ import msgspec
 
 from dsec.edge.call import NDJSON, Body, Call
 from dsec.edge.failures import incident
+from dsec.edge.sandbox import Sandbox
 from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.validation import check_run_args, check_seconds
 from libdsec.errors import DSecError, InvalidArgument
@@ -97,16 +98,17 @@ class _Batch:
 
     async def run(self) -> None:
         """Creates and tells. When the client goes away, what has begun is finished, nothing more is begun, and what it was never told of
-        and can't ask for by a key is stopped."""
+        is given up (:mod:`dsec.edge.orphans`)."""
         await self._call.begin(NDJSON)
         queue = enumerate(self._items)
         loop = asyncio.get_running_loop()
         watching = loop.create_task(self._watch_client())
         workers = [loop.create_task(self._work(queue)) for _ in range(min(len(self._items), self._sandboxes.starts.slots.slots))]
         try:
-            while self._left and not self._gone:
-                await self._news.wait()
-                self._news.clear()
+            while (self._left or self._untold) and not self._gone:
+                if not self._untold:
+                    await self._news.wait()
+                    self._news.clear()
                 await self._tell()
         except asyncio.CancelledError:
             for worker in workers:
@@ -116,8 +118,7 @@ class _Batch:
             watching.cancel()
             self._gone = self._gone or self._left > 0
             await asyncio.gather(*workers, return_exceptions=True)
-            if self._gone:
-                await self._stop_untold()
+            await self._give_up_untold()
         if not self._gone:
             await self._call.end()
 
@@ -140,26 +141,32 @@ class _Batch:
             self._news.set()
 
     async def _tell(self) -> None:
-        lines, self._untold = self._untold, []
-        if lines:
-            await self._call.send(b"".join([_to_json(item) + b"\n" for item in lines]))
-            if self._gone:
-                # It went away while this was sent: whether it was read is unknown, so it counts as untold.
-                self._untold = lines + self._untold
+        # Until they are handed over they stay untold, also if this is cancelled while it waits for a client that doesn't read.
+        lines = self._untold[:]
+        if not lines:
+            return
+        await self._call.send(b"".join([_to_json(item) + b"\n" for item in lines]))
+        if not self._call.connected():
+            self._gone = True
+            return
+        # Whether the client read them can't be known: they count as told.
+        del self._untold[: len(lines)]
+        for sandbox in self._live(lines):
+            self._sandboxes.orphans.tell(sandbox)
 
     async def _watch_client(self) -> None:
         await self._call.gone()
         self._gone = True
         self._news.set()
 
-    async def _stop_untold(self) -> None:
-        orphans = []
-        for item in self._untold:
-            if item.sandbox is None or self._items[item.index].idempotency_key is not None:
-                continue
-            sandbox = self._sandboxes.live(item.sandbox.id)
+    async def _give_up_untold(self) -> None:
+        given_up = [self._sandboxes.orphans.give_up(sandbox) for sandbox in self._live(self._untold)]
+        for outcome in await asyncio.gather(*given_up, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                incident(outcome, "giving up an untold sandbox")
+
+    def _live(self, items: list[CreateItem]) -> Iterator[Sandbox]:
+        for item in items:
+            sandbox = None if item.sandbox is None else self._sandboxes.live(item.sandbox.id)
             if sandbox is not None:
-                orphans.append(self._sandboxes.stop(sandbox, "its caller went away before being told of it"))
-        for outcome in await asyncio.gather(*orphans, return_exceptions=True):
-            if isinstance(outcome, Exception) and not isinstance(outcome, DSecError):
-                incident(outcome, "stop of an untold sandbox")
+                yield sandbox

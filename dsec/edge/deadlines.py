@@ -53,7 +53,9 @@ class Deadlines:
         return due
 
 
-def next_look(*, now: float, ttl_idle: float | None, idle_since: float | None, total_at: float | None) -> float | None:
+def next_look(
+    *, now: float, ttl_idle: float | None, idle_since: float | None, total_at: float | None, orphan_until: float | None = None
+) -> float | None:
     """When to look at a sandbox again (monotonic seconds), None: never.
 
     ``idle_since`` None means that it is in use; then the idle rule can't fire before a whole ``ttl_idle`` from now.
@@ -63,4 +65,6 @@ def next_look(*, now: float, ttl_idle: float | None, idle_since: float | None, t
         times.append((now if idle_since is None else idle_since) + ttl_idle)
     if total_at is not None:
         times.append(total_at)
+    if orphan_until is not None:
+        times.append(orphan_until)
     return min(times, default=None)

@@ -20,6 +20,8 @@ SPAWNER_TRIES = 3
 """Attempts of a call while the spawner is being restarted; each waits for it (10 s)."""
 EVENTS_IN_RECORD = 50
 """Events kept in the record of a failed sandbox."""
+ORPHANED = "its creator went away before it was told of it"
+"""The reason in the record of an orphan that was stopped."""
 
 
 class Endings:

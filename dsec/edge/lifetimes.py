@@ -1,11 +1,11 @@
-"""Idle times and absolute lifetimes: one timer for all sandboxes of an edge."""
+"""Idle times, absolute lifetimes and the grace of orphans: one timer for all sandboxes of an edge."""
 
 from __future__ import annotations
 
 import asyncio
 
 from dsec.edge.deadlines import next_look
-from dsec.edge.endings import Endings
+from dsec.edge.endings import ORPHANED, Endings
 from dsec.edge.inventory import Inventory
 from dsec.edge.sandbox import Sandbox
 
@@ -48,13 +48,21 @@ class Lifetimes:
                 self._endings.begin_stop(sandbox, f"lifetime of {sandbox.record.ttl_total:g} s is over")
             elif ttl_idle is not None and since is not None and since + ttl_idle <= now:
                 self._endings.begin_stop(sandbox, f"idle for {ttl_idle:g} s")
+            elif sandbox.orphan_until is not None and sandbox.orphan_until <= now:
+                self._endings.begin_stop(sandbox, ORPHANED)
             else:
                 self._look_later(sandbox)
         self._set_timer(now)
 
     def _look_later(self, sandbox: Sandbox) -> None:
         now = self._inventory.clock.monotonic()
-        at = next_look(now=now, ttl_idle=_ttl_idle(sandbox), idle_since=sandbox.idle_since(), total_at=sandbox.total_at)
+        at = next_look(
+            now=now,
+            ttl_idle=_ttl_idle(sandbox),
+            idle_since=sandbox.idle_since(),
+            total_at=sandbox.total_at,
+            orphan_until=sandbox.orphan_until,
+        )
         if at is None or sandbox.state in ("stopping", "stopped"):
             self._inventory.deadlines.clear(sandbox.id)
             return

@@ -59,6 +59,8 @@ class Record(msgspec.Struct, kw_only=True, array_like=True):
     socket: str = ""
     events: tuple[SandboxEvent, ...] = ()
     """The last events of a sandbox that failed."""
+    told: bool | None = None
+    """Whether somebody was told of the sandbox, where that had to be written down (:mod:`dsec.edge.orphans`). None: yes if it ever ran."""
 
     def forget_workings(self) -> None:
         """Drops what only a living sandbox needs, so that 100,000 records stay small."""

@@ -140,6 +140,8 @@ class EdgeApp:
             found = await self._sandboxes.find(call.project, names[0])
         else:
             found = target
+            if not target.told:
+                await self._sandboxes.orphans.keep(target)
         call.names = names[1:]
         if isinstance(found, Record) or not takes(found.state, route.kind):
             await self._serve_ended(call, route, found)
@@ -230,6 +232,8 @@ class PortsApp:
         sandbox = self._sandboxes.live(names[0])
         if sandbox is None:
             raise NotFound("there is nothing here")
+        if not sandbox.told:
+            await self._sandboxes.orphans.keep(sandbox)
         if not takes(sandbox.state, "use"):
             raise refusal(sandbox.record)
         clock = self._sandboxes.clock

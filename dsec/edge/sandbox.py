@@ -21,6 +21,7 @@ class Sandbox:
     """A sandbox of which kernel objects exist or are about to: its record, its channel, and who uses it."""
 
     __slots__ = (
+        "askers",
         "busy",
         "channel",
         "commands",
@@ -32,12 +33,15 @@ class Sandbox:
         "oom_seen",
         "oom_seen_at",
         "oom_unclaimed",
+        "orphan_until",
         "record",
         "settling",
         "starters",
         "starting",
         "stopping",
+        "told",
         "total_at",
+        "untold_in_journal",
     )
 
     def __init__(self, record: Record, now: float) -> None:
@@ -50,6 +54,14 @@ class Sandbox:
         self.last_used = now
         self.total_at: float | None = None
         """When the absolute lifetime ends, monotonic seconds."""
+        self.told = False
+        """Somebody was told of it, or has named it."""
+        self.askers = 0
+        """Requests that may yet tell somebody of it."""
+        self.orphan_until: float | None = None
+        """When the grace of an orphan ends, monotonic seconds; see :mod:`dsec.edge.orphans`."""
+        self.untold_in_journal = True
+        """An edge that starts now would take the journal's row for an untold one."""
         self.events = EventLog()
         self.commands: dict[str, CommandEntry] | None = None
         self.starting: asyncio.Task[DSecError | None] | None = None

@@ -16,6 +16,7 @@ from dsec.edge.endings import Endings
 from dsec.edge.inventory import Inventory
 from dsec.edge.layers import LayerMounts
 from dsec.edge.lifetimes import Lifetimes
+from dsec.edge.orphans import Orphans
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.spawner import Listener, Spawner
@@ -53,8 +54,9 @@ class Sandboxes:
         self.endings = Endings(self.inventory)
         self.agents = Agents(self.inventory, self.endings, connect_channel)
         self.lifetimes = Lifetimes(self.inventory, self.endings)
-        self.starts = Starts(self.inventory, images, self.agents, self.endings, self.lifetimes)
-        self.sweep = Sweep(self.inventory, self.agents, self.endings, self.lifetimes)
+        self.orphans = Orphans(self.inventory, self.endings, self.lifetimes)
+        self.starts = Starts(self.inventory, images, self.agents, self.endings, self.lifetimes, self.orphans)
+        self.sweep = Sweep(self.inventory, self.agents, self.endings, self.lifetimes, self.orphans)
         self._connect_spawner = connect_spawner
         self._ports_key = ports_key
 
@@ -80,7 +82,7 @@ class Sandboxes:
         await inventory.journal.close()
 
     async def create(self, project: str, args: RunArgs, deadline: float | None) -> SandboxInfo:
-        """See :meth:`dsec.edge.starts.Starts.create`."""
+        """See :meth:`dsec.edge.starts.Starts.create`; also for what the caller owes to ``orphans``."""
         return self.info(await self.starts.create(project, args, deadline))
 
     async def stop(self, sandbox: Sandbox, reason: str) -> SandboxInfo:

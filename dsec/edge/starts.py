@@ -22,6 +22,7 @@ from dsec.edge.inventory import Inventory
 from dsec.edge.journal import JournalError
 from dsec.edge.layers import refer
 from dsec.edge.lifetimes import Lifetimes
+from dsec.edge.orphans import Orphans
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox, refusal
 from dsec.edge.slots import StartSlots
@@ -53,7 +54,9 @@ class Resolver(Protocol):
 class Starts:
     """Starts sandboxes, a bounded number at once."""
 
-    def __init__(self, inventory: Inventory, images: Resolver, agents: Agents, endings: Endings, lifetimes: Lifetimes) -> None:
+    def __init__(
+        self, inventory: Inventory, images: Resolver, agents: Agents, endings: Endings, lifetimes: Lifetimes, orphans: Orphans
+    ) -> None:
         self.slots = StartSlots(inventory.config.start_slots, inventory.config.start_queue)
         self.observe: Callable[[float], None] = lambda seconds: None
         """Told how long each creation took; set by the metrics."""
@@ -63,6 +66,7 @@ class Starts:
         self._agents = agents
         self._endings = endings
         self._lifetimes = lifetimes
+        self._orphans = orphans
         self._load: NodeLoad | None = None
         self._load_at = 0.0
         self._facts_at = 0.0
@@ -74,6 +78,8 @@ class Starts:
         ``deadline``: the time of the event loop's clock by which it must be ready; None: no limit. Raises DeadlineExceeded (it is taken
         back), NoCapacity, ImageNotFound, Conflict (the key came with other arguments), SandboxGone (the key's sandbox has ended),
         Unavailable. Cancelled: with a key the creation goes on, without one it is taken back.
+
+        The sandbox is asked for (:mod:`dsec.edge.orphans`): the caller has to call ``tell`` or ``give_up``.
         """
         begun = self._clock.monotonic()
         fingerprint = hashlib.blake2b(_encode_args(args), digest_size=8).digest()
@@ -82,7 +88,14 @@ class Starts:
                 sandbox = await self._known_or_begun(project, args, fingerprint)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while the sandbox waited for its turn to start") from None
-        await self._created(sandbox, deadline)
+        # Without an await since it was found: the grace of an orphan can't end between.
+        self._orphans.ask(sandbox)
+        try:
+            await self._created(sandbox, deadline)
+            await self._orphans.claim(sandbox)
+        except BaseException:
+            await self._orphans.give_up(sandbox)
+            raise
         self.observe(self._clock.monotonic() - begun)
         return sandbox
 
@@ -101,6 +114,8 @@ class Starts:
         """The sandbox of an idempotency key. One that is being taken back frees it: that is waited for."""
         while key is not None and (sandbox := self._inventory.by_key(project, key)) is not None:
             if sandbox.record.fingerprint != fingerprint:
+                # The error tells of it.
+                await self._orphans.keep(sandbox)
                 raise _key_conflict(key, sandbox.id)
             if not sandbox.forget:
                 return sandbox
@@ -181,6 +196,8 @@ class Starts:
             if error is not None:
                 raise error
         if sandbox.state != "running":
+            # The error tells of it.
+            await self._orphans.keep(sandbox)
             raise refusal(sandbox.record)
 
     def _give_up(self, sandbox: Sandbox, why: str) -> None:
@@ -273,7 +290,11 @@ class Starts:
         record.started_at = self._clock.wall()
         sandbox.become("running", "create", record.started_at)
         sandbox.touch(self._clock.monotonic())
+        told = record.told
         await self._inventory.journal.update(record)
+        if told is not False and record.told is not False:
+            # A row that says it runs, and no more, is one of a told sandbox.
+            sandbox.untold_in_journal = False
         self._lifetimes.watch(sandbox)
 
     def _node_load(self) -> NodeLoad:

@@ -14,6 +14,7 @@ from dsec.edge.failures import incident
 from dsec.edge.inventory import Inventory
 from dsec.edge.journal import JournalError
 from dsec.edge.lifetimes import Lifetimes
+from dsec.edge.orphans import Orphans
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.spawner import KernelSandbox, SpawnerError
@@ -28,11 +29,12 @@ ADOPT_AT_ONCE = 64
 class Sweep:
     """Adopts what lives, finishes what was begun, removes what has no owner."""
 
-    def __init__(self, inventory: Inventory, agents: Agents, endings: Endings, lifetimes: Lifetimes) -> None:
+    def __init__(self, inventory: Inventory, agents: Agents, endings: Endings, lifetimes: Lifetimes, orphans: Orphans) -> None:
         self._inventory = inventory
         self._agents = agents
         self._endings = endings
         self._lifetimes = lifetimes
+        self._orphans = orphans
 
     # --- after a start
 
@@ -56,6 +58,7 @@ class Sweep:
         inventory = self._inventory
         sandbox = Sandbox(record, inventory.clock.monotonic())
         sandbox.oom_seen = inventory.cgroups.oom_kills(sandbox_id)
+        self._orphans.adopt(sandbox)
         inventory.add(sandbox)
         inventory.layers.adopt(record.layers)
         if verdict == "finish_stop":

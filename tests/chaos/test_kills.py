@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import textwrap
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox
+from dsec.edge import EdgeConfig
+from dsec.edge.endings import ORPHANED
+from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxGone
 from tests.conftest import Instance, require_root, start_instance, stop_instance
 
 IMAGE = "debian:chaos"
@@ -180,6 +184,86 @@ async def test_a_client_killed_during_a_batch_leaves_only_what_its_key_finds(sha
     child.wait()
     found = {item.index: item.sandbox async for item in shaken_client.run_many(small(idempotency_key=key), count=32)}
     assert len(found) == 32 and first in {box.id for box in found.values() if box}
+    await owned_equals_listed(shaken, shaken_client)
+
+
+class Relay:
+    """Stands between a client and a service, and reads on when the client is dead: what it has then is all that the service handed over."""
+
+    def __init__(self, url: str) -> None:
+        self._address = url.removeprefix("http://").split(":")
+        self._ended: list[asyncio.Event] = []
+        self.answers = bytearray()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[str]:
+        """Listens within the block, at the address that it yields."""
+        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def ended(self) -> None:
+        """Returns when the service has closed every connection."""
+        for ended in self._ended:
+            await ended.wait()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended = asyncio.Event()
+        self._ended.append(ended)
+        up_reader, up_writer = await asyncio.open_connection(*self._address)
+        asking = asyncio.create_task(self._ask(reader, up_writer))
+        while data := await up_reader.read(1 << 16):
+            self.answers += data
+            writer.write(data)
+        await asking
+        up_writer.close()
+        writer.close()
+        ended.set()
+
+    async def _ask(self, reader: asyncio.StreamReader, up_writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                up_writer.write(data)
+        up_writer.write_eof()
+
+
+@pytest.mark.timeout(EdgeConfig.orphan_grace_s + 180)
+async def test_what_a_killed_client_was_not_told_of_goes_after_the_grace_and_the_rest_stays(
+    shaken: Instance, shaken_client: DSecClient
+) -> None:
+    async def running() -> set[str]:
+        return {info.id async for info in shaken_client.list(labels={"batch": "orphans"}) if info.state in ("creating", "running")}
+
+    relay = Relay(shaken.url)
+    async with relay.open() as url:
+        program = textwrap.dedent(f"""
+            import asyncio
+            from libdsec import DSecClient, DSecContainerRunArgs
+            async def main():
+                async with DSecClient({url!r}, {shaken.api_key!r}) as client:
+                    small = dict(memory_limit_mb=256, disk_limit_mb=256, labels={{"batch": "orphans"}})
+                    args = DSecContainerRunArgs(container_image={IMAGE!r}, **small)
+                    async for item in client.run_many(args, count=128):
+                        print(item.sandbox.id, flush=True)
+            asyncio.run(main())
+        """)
+        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+        assert child.stdout
+        first = (await asyncio.to_thread(child.stdout.readline)).decode().strip()
+        child.kill()
+        child.wait()
+        async with asyncio.timeout(30):
+            await relay.ended()
+    told = {match.decode() for match in re.findall(rb'"id":"(sb-[^"]+)"', relay.answers)}
+    assert first in told
+    untold = await running() - told
+    assert untold, "the kill came too late to leave anything untold"
+    end = time.monotonic() + EdgeConfig.orphan_grace_s + 60
+    while (left := await running()) != told:
+        assert time.monotonic() < end, f"untold and left: {left - told}; told and taken: {told - left}"
+        await asyncio.sleep(1)
+    with pytest.raises(SandboxGone, match=ORPHANED):
+        await shaken_client.get(untold.pop())
+    assert (await (await shaken_client.attach(first)).exec(["echo", "told"])).stdout == "told\n"
     await owned_equals_listed(shaken, shaken_client)
 
 

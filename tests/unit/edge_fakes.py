@@ -405,6 +405,8 @@ class Client:
     def __init__(self, edge: Edge, project: str = "p") -> None:
         self._app = edge.app
         self._project = project
+        self.answer = Answer()
+        """Of the request made last."""
 
     async def __call__(
         self,
@@ -415,8 +417,9 @@ class Client:
         raw: bytes | None = None,
         headers: dict[str, str] | None = None,
         gone: asyncio.Event | None = None,
+        reading: asyncio.Event | None = None,
     ) -> Answer:
-        """``gone``: the client disconnects when it is set."""
+        """``gone``: the client disconnects when it is set. ``reading``: until it is set the client reads nothing."""
         data = raw if raw is not None else b"" if body is None else msgspec.json.encode(body)
         path, _, query = path.partition("?")
         head = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
@@ -428,8 +431,9 @@ class Client:
             "query_string": query.encode("ascii"),
             "headers": [(b"content-length", str(len(data)).encode()), *head],
             "dsec.project": self._project,
+            "dsec.connected": lambda: gone is None or not gone.is_set(),
         }
-        answer = Answer()
+        answer = self.answer = Answer()
         sent = False
 
         async def receive() -> dict[str, object]:
@@ -441,7 +445,11 @@ class Client:
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, object]) -> None:
-            answer.take(message)
+            if reading is not None and message["type"] == "http.response.body":
+                answer.waits.set()
+                await reading.wait()
+            if gone is None or not gone.is_set():
+                answer.take(message)
 
         try:
             await self._app(scope, receive, send)
@@ -457,6 +465,8 @@ class Answer:
         self.body = b""
         self.whole = False
         self.ended = asyncio.Event()
+        self.waits = asyncio.Event()
+        """Something is being sent to a client that reads nothing."""
 
     def take(self, message: dict) -> None:
         if message["type"] == "http.response.start":

@@ -110,6 +110,30 @@ async def test_a_refused_websocket_gets_the_status_and_the_envelope() -> None:
         assert caught.value.headers["www-authenticate"] == "Bearer"
 
 
+async def test_the_app_can_see_whether_what_it_sent_went_to_a_live_connection() -> None:
+    seen: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        seen.append(scope["dsec.connected"]())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await send({"type": "http.response.body", "body": b"second", "more_body": True})
+        seen.append(scope["dsec.connected"]())
+
+    async with listening(app) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"first")
+            writer.close()
+            while len(seen) < 2:  # noqa: ASYNC110  (the app's end has no event here)
+                await asyncio.sleep(0.001)
+    assert seen == [True, False]
+
+
 async def test_a_stop_lets_the_request_under_way_end_and_takes_no_other() -> None:
     arrived, may_answer = asyncio.Event(), asyncio.Event()
 

@@ -100,6 +100,7 @@ class TestDeadlines:
         assert next_look(now=100, ttl_idle=30, idle_since=90, total_at=None) == 120
         assert next_look(now=100, ttl_idle=30, idle_since=90, total_at=110) == 110
         assert next_look(now=100, ttl_idle=None, idle_since=90, total_at=None) is None
+        assert next_look(now=100, ttl_idle=None, idle_since=90, total_at=140, orphan_until=120) == 120
 
 
 def record(state: str, *, key: str | None = None, keep: bool = False) -> Record:
