@@ -1,28 +1,14 @@
-"""The client of the spawner, the root daemon that does every privileged act: see docs/wire.md, "Spawner verbs".
-
-One connection carries all calls. When it breaks, calls in flight raise :class:`SpawnerLost`: nobody knows whether they were carried out.
-The connection comes back by itself, and calls made meanwhile wait for it.
-"""
+"""The client of the spawner, the root daemon that does every privileged act: see docs/wire.md, "Spawner verbs"."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import msgspec
 
+from dsec.edge.verbs import Peer, Verbs
 from libdsec.schema import DiffEntry
-
-MAX_REPLY_BYTES = 4 << 20
-"""A frame of the spawner beyond this is nonsense: the listing of 10,000 sandboxes has 2 MB."""
-WAIT_FOR_SPAWNER_S = 10.0
-"""How long a call waits for a spawner that is being restarted (its supervisor retries after at most 5 s)."""
-FIRST_RETRY_S = 0.02
-LAST_RETRY_S = 0.5
-"""Pauses between attempts to connect: a restart takes some 100 ms, and an attempt costs next to nothing."""
-
-_T = TypeVar("_T")
 
 
 class SpawnerError(Exception):
@@ -137,19 +123,6 @@ class _Diff(msgspec.Struct):
     entries: list[_DiffEntry]
 
 
-class _Refusal(msgspec.Struct):
-    code: str
-    message: str
-
-
-class _Head(msgspec.Struct):
-    """What tells one incoming frame from another; the rest of a reply is decoded by whoever asked."""
-
-    id: int | None = None
-    error: _Refusal | None = None
-    event: str | None = None
-
-
 class _Exited(msgspec.Struct):
     sandbox: str
     status: int
@@ -165,10 +138,8 @@ class Denial(msgspec.Struct):
     last: bool
 
 
-_head = msgspec.msgpack.Decoder(_Head)
 _exited = msgspec.msgpack.Decoder(_Exited)
 _denial = msgspec.msgpack.Decoder(Denial)
-_encoder = msgspec.msgpack.Encoder()
 
 
 class Listener(Protocol):
@@ -185,15 +156,9 @@ class Spawner:
     """All verbs of the spawner. Every call raises SpawnerError if the spawner refuses, and SpawnerLost if it goes away during the call or
     can't be reached for 10 s before it. Cancelling a call doesn't take it back."""
 
-    def __init__(self, path: str, *, listener: Listener, on_reconnected: Callable[[], None]) -> None:
+    def __init__(self, verbs: Verbs) -> None:
         """Use :meth:`connect`."""
-        self._path = path
-        self._listener = listener
-        self._on_reconnected = on_reconnected
-        self._last_id = 0
-        self._connection: _Connection | None = None
-        self._connecting: asyncio.Task[_Connection] | None = None
-        self._closed = False
+        self._verbs = verbs
 
     @classmethod
     async def connect(cls, path: str, *, listener: Listener, on_reconnected: Callable[[], None]) -> Spawner:
@@ -202,38 +167,41 @@ class Spawner:
         ``listener`` is told of events; ``on_reconnected()`` is called after each later connection: what happened meanwhile was not
         reported.
         """
-        spawner = cls(path, listener=listener, on_reconnected=on_reconnected)
-        try:
-            await spawner._connected()
-        except BaseException:
-            spawner.close()
-            raise
-        return spawner
+
+        def tell(event: str, frame: bytes) -> None:
+            if event == "exited":
+                exited = _exited.decode(frame)
+                listener.on_exited(exited.sandbox, exited.status)
+            elif event == "denied":
+                listener.on_denied(_denial.decode(frame))
+
+        peer = Peer("the spawner", path, refused=SpawnerError, lost=SpawnerLost, on_event=tell, on_reconnected=on_reconnected)
+        return cls(await Verbs.connect(peer))
 
     async def hello(self) -> NodeFacts:
         """The machine, its kernel's features and how full the scratch disk is."""
-        return await self._call("hello", {}, NodeFacts)
+        return await self._verbs.call("hello", {}, NodeFacts)
 
     async def layer_mount(self, meta: str, blob: str | None) -> None:
         """Mount a layer, named by the sha256 (hex) of its metadata file; nothing happens if it is mounted. ``blob``: its data's sha256."""
-        await self._call("layer_mount", {"meta": meta, "blob": blob}, _Nothing)
+        await self._verbs.call("layer_mount", {"meta": meta, "blob": blob}, _Nothing)
 
     async def layer_unmount(self, meta: str) -> None:
         """Unmount a layer. Code ``conflict`` while a sandbox uses it."""
-        await self._call("layer_unmount", {"meta": meta}, _Nothing)
+        await self._verbs.call("layer_unmount", {"meta": meta}, _Nothing)
 
     async def layers(self) -> list[str]:
         """Metadata digests (hex) of the layers that are mounted."""
-        return (await self._call("layers", {}, _Layers)).layers
+        return (await self._verbs.call("layers", {}, _Layers)).layers
 
     async def create(self, spec: SandboxSpec) -> Spawned:
         """Make a sandbox and start its chronus. After SpawnerLost, :meth:`kill` removes what may have been made."""
-        return await self._call("create", msgspec.structs.asdict(spec), Spawned)
+        return await self._verbs.call("create", msgspec.structs.asdict(spec), Spawned)
 
     async def kill(self, sandbox: str, *, keep_scratch: bool = False) -> KillFigures:
         """End a sandbox; returns when nothing of it is left in the kernel, but for its writable layer if ``keep_scratch``. Repeatable: of a
         sandbox that isn't there, any leftovers are removed."""
-        return await self._call("kill", {"sandbox": sandbox, "keep_scratch": keep_scratch}, KillFigures)
+        return await self._verbs.call("kill", {"sandbox": sandbox, "keep_scratch": keep_scratch}, KillFigures)
 
     async def limits(
         self, sandbox: str, *, memory: int | None = None, cpu_millis: int | None = None, pids: int | None = None, disk: int | None = None
@@ -241,150 +209,21 @@ class Spawner:
         """Change limits of a running sandbox (units as in SandboxSpec); None leaves one as it is."""
         wanted = {"memory": memory, "cpu_millis": cpu_millis, "pids": pids, "disk": disk}
         given = {name: value for name, value in wanted.items() if value is not None}
-        await self._call("limits", {"sandbox": sandbox, **given}, _Nothing)
+        await self._verbs.call("limits", {"sandbox": sandbox, **given}, _Nothing)
 
     async def usage(self, sandboxes: Iterable[str]) -> dict[str, int]:
         """Bytes that each sandbox's writable layer takes; one that isn't there is left out."""
-        return (await self._call("usage", {"sandboxes": list(sandboxes)}, _Usage)).disk
+        return (await self._verbs.call("usage", {"sandboxes": list(sandboxes)}, _Usage)).disk
 
     async def diff(self, sandbox: str, limit: int) -> list[DiffEntry]:
         """What the sandbox's writable layer changes of its image: at most ``limit`` entries."""
-        found = await self._call("diff", {"sandbox": sandbox, "limit": limit}, _Diff)
+        found = await self._verbs.call("diff", {"sandbox": sandbox, "limit": limit}, _Diff)
         return [DiffEntry(path_bytes=entry.path, kind=entry.kind, size=entry.size) for entry in found.entries]
 
     async def list(self) -> list[KernelSandbox]:
         """Every sandbox of which the kernel has anything, also those made by an earlier spawner."""
-        return (await self._call("list", {}, _Listing)).sandboxes
+        return (await self._verbs.call("list", {}, _Listing)).sandboxes
 
     def close(self) -> None:
         """Disconnect, for good: calls in flight and later ones raise SpawnerLost. Sandboxes live on. Repeatable."""
-        self._closed = True
-        if self._connecting is not None:
-            self._connecting.cancel()
-        if self._connection is not None:
-            self._connection.close("the connection to the spawner was closed")
-
-    async def _call(self, verb: str, arguments: dict[str, object], result: type[_T]) -> _T:
-        connection = await self._connected()
-        self._last_id += 1
-        request = _encoder.encode({"id": self._last_id, "verb": verb, **arguments})
-        reply = await connection.request(self._last_id, request)
-        try:
-            return msgspec.msgpack.decode(reply, type=result)
-        except msgspec.MsgspecError as error:
-            raise SpawnerError("internal", f"the spawner's answer to {verb} can't be read: {error}") from error
-
-    async def _connected(self) -> _Connection:
-        """The connection that stands, or the next one, within 10 s."""
-        if self._closed:
-            raise SpawnerLost("the connection to the spawner was closed")
-        if self._connection is not None:
-            return self._connection
-        if self._connecting is None:
-            self._connecting = asyncio.create_task(self._connect(), name="connect to the spawner")
-        connecting = self._connecting
-        # Not wait_for: it would cancel what other calls wait for as well.
-        await asyncio.wait([connecting], timeout=WAIT_FOR_SPAWNER_S)
-        if not connecting.done():
-            raise SpawnerLost(f"no spawner has answered at {self._path} for {WAIT_FOR_SPAWNER_S:.0f} s")
-        if connecting.cancelled():
-            raise SpawnerLost("the connection to the spawner was closed")
-        return connecting.result()
-
-    async def _connect(self) -> _Connection:
-        """Try until it works."""
-        pause = FIRST_RETRY_S
-        while True:
-            try:
-                reader, writer = await asyncio.open_unix_connection(self._path)
-            except OSError:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LAST_RETRY_S)
-            else:
-                self._connection = _Connection(reader, writer, self._listener, self._on_lost)
-                return self._connection
-
-    def _on_lost(self) -> None:
-        self._connection = None
-        if not self._closed:
-            self._connecting = asyncio.create_task(self._connect(), name="reconnect to the spawner")
-            self._connecting.add_done_callback(self._reconnected)
-
-    def _reconnected(self, connecting: asyncio.Task[_Connection]) -> None:
-        if not connecting.cancelled() and not self._closed:
-            self._on_reconnected()
-
-
-class _Connection:
-    """One connection, until it breaks: requests out, replies and events in."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: Listener, on_lost: Callable[[], None]) -> None:
-        self._writer = writer
-        self._listener = listener
-        self._on_lost = on_lost
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
-        self._broken: str | None = None
-        self._receiving = asyncio.create_task(self._receive(reader), name="replies of the spawner")
-
-    async def request(self, number: int, request: bytes) -> bytes:
-        """Send a request and return the whole reply to it. Raises SpawnerError, SpawnerLost."""
-        if self._broken is not None:
-            raise SpawnerLost(self._broken)
-        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = reply
-        # Without waiting for room: requests are small, and the edge's start slots bound how many are under way.
-        self._writer.write(len(request).to_bytes(4, "big") + request)
-        try:
-            return await reply
-        finally:
-            self._waiting.pop(number, None)
-
-    def close(self, why: str) -> None:
-        """Break it: whoever waits gets SpawnerLost with ``why``."""
-        self._receiving.cancel()
-        self._end(why)
-
-    def _end(self, why: str) -> None:
-        if self._broken is not None:
-            return
-        self._broken = why
-        self._writer.transport.abort()
-        for reply in self._waiting.values():
-            if not reply.done():
-                reply.set_exception(SpawnerLost(why))
-        self._on_lost()
-
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        why = "the spawner has ended"
-        try:
-            while True:
-                size = int.from_bytes(await reader.readexactly(4), "big")
-                if size > MAX_REPLY_BYTES:
-                    why = f"the spawner sent a frame of {size} bytes; {MAX_REPLY_BYTES} are the most"
-                    break
-                self._take(await reader.readexactly(size))
-        except (asyncio.IncompleteReadError, OSError):
-            pass
-        except msgspec.MsgspecError as error:
-            why = f"the spawner sent a frame that can't be read: {error}"
-        self._end(why)
-
-    def _take(self, frame: bytes) -> None:
-        head = _head.decode(frame)
-        # Events by the loop, as a reply's consequences are: all run in the order of arrival, and what a listener raises can't break the
-        # connection.
-        if head.event == "exited":
-            event = _exited.decode(frame)
-            asyncio.get_running_loop().call_soon(self._listener.on_exited, event.sandbox, event.status)
-            return
-        if head.event == "denied":
-            asyncio.get_running_loop().call_soon(self._listener.on_denied, _denial.decode(frame))
-            return
-        reply = None if head.id is None else self._waiting.get(head.id)
-        # Nobody may be waiting any more, for the call was cancelled.
-        if reply is None or reply.done():
-            return
-        if head.error is not None:
-            reply.set_exception(SpawnerError(head.error.code, head.error.message))
-        else:
-            reply.set_result(frame)
+        self._verbs.close()

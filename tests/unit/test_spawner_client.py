@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dsec.edge import spawner as client
+from dsec.edge import verbs
 from dsec.edge.spawner import Denial, KernelSandbox, KillFigures, NodeFacts, SandboxSpec, Spawned, Spawner, SpawnerError, SpawnerLost
 
 DEADLINE_S = 10
@@ -233,7 +233,7 @@ async def test_a_spawner_that_dies_unasked_is_found_again_unasked(fake: FakeSpaw
 async def test_a_spawner_that_stays_away_fails_calls_after_their_patience(
     fake: FakeSpawner, spawner: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "WAIT_FOR_SPAWNER_S", 0.05)
+    monkeypatch.setattr(verbs, "WAIT_FOR_PEER_S", 0.05)
     fake.die()
     with pytest.raises(SpawnerLost):
         await spawner.layers()
@@ -242,13 +242,13 @@ async def test_a_spawner_that_stays_away_fails_calls_after_their_patience(
 
 
 async def test_connecting_where_nobody_listens_fails(tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "WAIT_FOR_SPAWNER_S", 0.05)
+    monkeypatch.setattr(verbs, "WAIT_FOR_PEER_S", 0.05)
     with pytest.raises(SpawnerLost):
         await Spawner.connect(str(tmp_path / "s"), listener=calls, on_reconnected=calls.reconnected.set)
     assert [task for task in asyncio.all_tasks() if "spawner" in task.get_name() and not task.cancelling()] == []
 
 
-@pytest.mark.parametrize("garbage", [(client.MAX_REPLY_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\1\x00"])
+@pytest.mark.parametrize("garbage", [(verbs.MAX_REPLY_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\1\x00"])
 async def test_a_frame_that_is_nonsense_breaks_the_connection_not_the_client(garbage: bytes, fake: FakeSpawner, spawner: Spawner) -> None:
     in_flight = asyncio.create_task(spawner.layers())
     await fake.request()
