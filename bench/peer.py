@@ -82,6 +82,13 @@ class Docker:
         """``true`` in a live container. Seconds."""
         return await self.call("exec", name, "true")
 
+    async def build(self, context: Path, dockerfile: str, tag: str) -> float:
+        """``docker build`` of a directory. Seconds."""
+        with tempfile.NamedTemporaryFile("w", suffix=".Dockerfile") as file:
+            file.write(dockerfile)
+            file.flush()
+            return await self.call("build", "--network", "none", "-q", "-f", file.name, "-t", tag, str(context))
+
     async def remove(self, names: Sequence[str]) -> None:
         if names:
             await self.call("rm", "-f", *names)

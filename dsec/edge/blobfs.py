@@ -1,0 +1,136 @@
+"""The client of blobfs, which shows blobs that are not whole on this node as files and fetches what is read: docs/wire.md, "blobfs verbs"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from dsec.edge.verbs import Peer, Verbs
+
+_MAX_CHUNKS_PER_CALL = 65_536
+"""Chunks named in one call: 64 GB of a blob, and a frame well below its limit."""
+
+
+class BlobfsError(Exception):
+    """blobfs refused a call or failed at it. ``code`` is a code of :mod:`libdsec.errors`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class BlobfsLost(BlobfsError):
+    """blobfs went away during the call, or could not be reached at all."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("unavailable", message)
+
+
+class BlobFigures(msgspec.Struct, kw_only=True):
+    """What was read of a blob since it was registered, in bytes. ``needed``: different bytes that were asked for; ``fetched``: from the store."""
+
+    size: int
+    needed: int = 0
+    fetched: int = 0
+    from_cache: int = 0
+    complete: bool = False
+
+
+class CacheFigures(msgspec.Struct, kw_only=True):
+    """All registered blobs, and the cache that they share. ``connected``: whether the fetcher can be reached."""
+
+    blobs: dict[str, BlobFigures] = {}
+    cache_bytes: int = 0
+    cache_used: int = 0
+    connected: bool = False
+
+
+class _Nothing(msgspec.Struct):
+    pass
+
+
+class _Trace(msgspec.Struct):
+    chunks: list[tuple[int, int]]
+
+
+class _Complete(msgspec.Struct):
+    blob: str
+
+
+class _Failed(msgspec.Struct):
+    blob: str
+    reason: str
+
+
+_complete = msgspec.msgpack.Decoder(_Complete)
+_failed = msgspec.msgpack.Decoder(_Failed)
+
+
+class Listener(Protocol):
+    """Who is told what blobfs tells unasked."""
+
+    def on_complete(self, blob: str, /) -> None:
+        """Every chunk of the blob is on the node."""
+
+    def on_failed(self, blob: str, reason: str, /) -> None:
+        """Reads of the blob gave an error."""
+
+
+class Blobfs:
+    """All verbs of blobfs; ``blob`` is a sha256 in hex everywhere. Every call raises BlobfsError, and BlobfsLost where it can't be reached."""
+
+    def __init__(self, verbs: Verbs) -> None:
+        """Use :meth:`connect`."""
+        self._verbs = verbs
+
+    @classmethod
+    async def connect(cls, path: str, *, listener: Listener, on_reconnected: Callable[[], None]) -> Blobfs:
+        """Connects to the socket at ``path``; raises BlobfsLost if nobody answers there for 10 s. ``on_reconnected()`` is called after each
+        later connection: what was registered before may be unknown to it."""
+
+        def tell(event: str, frame: bytes) -> None:
+            if event == "complete":
+                listener.on_complete(_complete.decode(frame).blob)
+            elif event == "failed":
+                failed = _failed.decode(frame)
+                listener.on_failed(failed.blob, failed.reason)
+
+        peer = Peer("blobfs", path, refused=BlobfsError, lost=BlobfsLost, on_event=tell, on_reconnected=on_reconnected)
+        return cls(await Verbs.connect(peer))
+
+    async def register(self, blob: str, index: bytes) -> None:
+        """Shows the blob. ``index``: its chunk table, checked against the layer that names it. Repeatable."""
+        await self._verbs.call("register", {"blob": blob, "index": index}, _Nothing)
+
+    async def forget(self, blob: str) -> None:
+        """Shows it no more and drops what the cache has of it. Code ``conflict`` while a layer of it is mounted."""
+        await self._verbs.call("forget", {"blob": blob}, _Nothing)
+
+    async def keep(self, blob: str) -> None:
+        """Takes a complete blob out of the cache's bound: none of its chunks is evicted any more. Code ``conflict`` if it isn't complete."""
+        await self._verbs.call("keep", {"blob": blob}, _Nothing)
+
+    async def prefetch(self, blob: str, chunks: Sequence[int]) -> None:
+        """Fetches chunks in this order, behind whatever is read meanwhile."""
+        for start in range(0, len(chunks), _MAX_CHUNKS_PER_CALL):
+            part = list(chunks[start : start + _MAX_CHUNKS_PER_CALL])
+            await self._verbs.call("prefetch", {"blob": blob, "chunks": part, "priority": "low"}, _Nothing)
+
+    async def trace_start(self, blob: str) -> None:
+        """Remembers from now on which chunks are touched first."""
+        await self._verbs.call("trace_start", {"blob": blob}, _Nothing)
+
+    async def trace_take(self, blob: str) -> list[tuple[int, int]]:
+        """The chunks that were touched since, in order, each with milliseconds since the start; ends the trace."""
+        return (await self._verbs.call("trace_take", {"blob": blob}, _Trace)).chunks
+
+    async def stats(self, blobs: Iterable[str] | None = None) -> CacheFigures:
+        """Figures of these blobs (None: of all), and of the cache."""
+        return await self._verbs.call("stats", {"blobs": None if blobs is None else list(blobs)}, CacheFigures)
+
+    def close(self) -> None:
+        """Disconnects, for good. What is mounted goes on. Repeatable."""
+        self._verbs.close()
