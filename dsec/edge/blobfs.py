@@ -1,4 +1,7 @@
-"""The client of blobfs, which shows blobs that are not whole on this node as files and fetches what is read: docs/wire.md, "blobfs verbs"."""
+"""The client of blobfs, which shows blobs that are not whole on this node as files and fetches what is read of them.
+
+See docs/wire.md, "blobfs verbs".
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ class BlobfsLost(BlobfsError):
 
 
 class BlobFigures(msgspec.Struct, kw_only=True):
-    """What was read of a blob since it was registered, in bytes. ``needed``: different bytes that were asked for; ``fetched``: from the store."""
+    """What was read of a blob since it was registered, in bytes. ``needed``: different ones that were asked for; ``fetched``: from the
+    store."""
 
     size: int
     needed: int = 0
@@ -80,7 +84,8 @@ class Listener(Protocol):
 
 
 class Blobfs:
-    """All verbs of blobfs; ``blob`` is a sha256 in hex everywhere. Every call raises BlobfsError, and BlobfsLost where it can't be reached."""
+    """All verbs of blobfs; ``blob`` is a sha256 in hex everywhere. Every call raises BlobfsError, and BlobfsLost where it can't be
+    reached."""
 
     def __init__(self, verbs: Verbs) -> None:
         """Use :meth:`connect`."""
@@ -110,7 +115,8 @@ class Blobfs:
         await self._verbs.call("forget", {"blob": blob}, _Nothing)
 
     async def keep(self, blob: str) -> None:
-        """Takes a complete blob out of the cache's bound: none of its chunks is evicted any more. Code ``conflict`` if it isn't complete."""
+        """Takes a complete blob out of the cache's bound: none of its chunks is evicted any more. Code ``conflict`` if it isn't
+        complete."""
         await self._verbs.call("keep", {"blob": blob}, _Nothing)
 
     async def prefetch(self, blob: str, chunks: Sequence[int]) -> None:
