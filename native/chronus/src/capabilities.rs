@@ -4,7 +4,7 @@ use std::io;
 
 use wire::capabilities::COMMAND_BITS;
 
-use crate::kernel::check;
+use crate::kernel::{check, errno};
 
 /// _LINUX_CAPABILITY_VERSION_3: two words a set.
 const VERSION: u32 = 0x2008_0522;
@@ -56,11 +56,12 @@ fn permitted() -> io::Result<u64> {
 /// or ambient. Chronus itself keeps what it has, since it never executes another program.
 pub fn confine_children() -> io::Result<()> {
     for number in (0..=CAPABILITIES_MAX).filter(|number| COMMAND_BITS >> number & 1 == 0) {
-        // SAFETY: plain prctl calls.
-        if unsafe { libc::prctl(libc::PR_CAPBSET_READ, number) } == 1 {
-            // SAFETY: as above.
-            check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, number) })?;
-        }
+        // SAFETY: a plain prctl call.
+        match check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, number) }) {
+            // The kernel has no more of them.
+            Err(error) if errno(&error) == libc::EINVAL => break,
+            dropped => dropped?,
+        };
     }
     // SAFETY: as above; the unused arguments have to be 0.
     check(unsafe {

@@ -227,12 +227,8 @@ impl Cgroups {
             return Ok(None);
         };
         let dir = sysapi::open_at(v2.as_raw_fd(), &name, libc::O_RDONLY | libc::O_DIRECTORY)?;
-        for file in [
-            c"",
-            c"cgroup.procs",
-            c"cgroup.threads",
-            c"cgroup.subtree_control",
-        ] {
+        // As much as making groups below it and putting commands there takes.
+        for file in [c"", c"cgroup.procs"] {
             sysapi::chown_at(dir.as_raw_fd(), file, owner, owner)?;
         }
         Ok(Some(dir))

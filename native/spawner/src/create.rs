@@ -148,8 +148,8 @@ impl Clock {
 /// Makes the sandbox in `slot`. On failure nothing of it is left.
 pub fn create(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Result<Created> {
     let result = assemble(node, creator, spec, slot);
-    let _ = creator.clear(node.null.as_raw_fd());
     if result.is_err() {
+        let _ = creator.clear(node.null.as_raw_fd());
         crate::kill::take_away(node, &spec.id, Some(slot), false);
     }
     result
