@@ -12,33 +12,43 @@ const VERSION: u32 = 0x2008_0522;
 const CAPABILITIES_MAX: libc::c_ulong = 63;
 
 #[repr(C)]
-struct Header {
+pub struct Header {
     version: u32,
     pid: libc::c_int,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Words {
+pub struct Words {
     effective: u32,
     permitted: u32,
     inheritable: u32,
 }
 
-fn set(permitted: u64, effective: u64) -> io::Result<()> {
+/// What capset takes to make these the permitted and the effective set, with nothing inheritable.
+pub fn sets(bits: u64) -> (Header, [Words; 2]) {
     let header = Header {
         version: VERSION,
         pid: 0,
     };
     let word = |shift: u32| Words {
-        effective: (effective >> shift) as u32,
-        permitted: (permitted >> shift) as u32,
+        effective: (bits >> shift) as u32,
+        permitted: (bits >> shift) as u32,
         inheritable: 0,
     };
-    let words = [word(0), word(32)];
+    (header, [word(0), word(32)])
+}
+
+fn set(bits: u64) -> io::Result<()> {
+    let (header, words) = sets(bits);
     // SAFETY: capset reads the header and two words of each set.
     check(unsafe { libc::syscall(libc::SYS_capset, &header, words.as_ptr()) } as libc::c_int)
         .map(drop)
+}
+
+/// Of the commands' set, what this process has itself.
+pub fn of_commands() -> io::Result<u64> {
+    Ok(COMMAND_BITS & permitted()?)
 }
 
 fn permitted() -> io::Result<u64> {
@@ -73,16 +83,10 @@ pub fn confine_children() -> io::Result<()> {
             0,
         )
     })?;
-    let all = permitted()?;
-    set(all, all)
+    set(permitted()?)
 }
 
 /// In a child that has taken on its user: leaves root with the command set, anybody else with nothing.
 pub fn drop_for(uid: u32) -> io::Result<()> {
-    let bits = if uid == 0 {
-        COMMAND_BITS & permitted()?
-    } else {
-        0
-    };
-    set(bits, bits)
+    set(if uid == 0 { of_commands()? } else { 0 })
 }

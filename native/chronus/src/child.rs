@@ -1,6 +1,7 @@
-//! The child's side of a start: between fork and exec (or the builtin), as a copy of chronus with one thread.
+//! The child's side of a start: between fork and exec (or the builtin), as a copy of chronus with one thread. Builtins need one, and terminals; programs
+//! with pipes start without ([`crate::spawn`]).
 
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
@@ -8,13 +9,13 @@ use wire::message::{BuiltinArgs, Env};
 
 use crate::builtin;
 use crate::capabilities;
+use crate::execution::Execution;
 use crate::kernel::{check, errno, own};
 use crate::pty;
 use crate::report::{Report, Stage};
-use crate::users::{self, Account, Unknown};
+use crate::spawn::Pipes;
+use crate::users::Account;
 
-/// Where programs are looked for if the environment doesn't say.
-const DEFAULT_PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// Descriptor of the status pipe, inside a session's shell (the highest that every shell can name) or a builtin that says when it is ready.
 pub const STATUS_FD: RawFd = 9;
 /// Where the socket stands on which a terminal is handed over, while it is needed.
@@ -27,15 +28,16 @@ pub enum Program {
     Builtin(String, Box<BuiltinArgs>),
 }
 
-/// The child's descriptors, all of them above 2 in this process; None: /dev/null.
+/// What becomes of a child that is prepared.
+pub enum Body {
+    Execute(Execution),
+    Builtin(String, Box<BuiltinArgs>),
+}
+
+/// The child's descriptors.
+#[derive(Clone, Copy)]
 pub enum Stdio {
-    Pipes {
-        stdin: Option<RawFd>,
-        stdout: RawFd,
-        stderr: RawFd,
-        /// Becomes [`STATUS_FD`].
-        status: Option<RawFd>,
-    },
+    Pipes(Pipes),
     Terminal {
         handover: RawFd,
         rows: u16,
@@ -51,33 +53,39 @@ pub struct Launch<'a> {
     pub env: &'a Env,
     pub no_new_privs: bool,
     pub stdio: Stdio,
+}
+
+/// A start, resolved and checked.
+pub struct Child {
+    pub body: Body,
+    pub account: Account,
+    pub cwd: CString,
+    pub no_new_privs: bool,
+    pub stdio: Stdio,
     /// In a sandbox every step has to succeed; outside (tests) what the own user may not do is skipped.
     pub strict: bool,
+    pub report: Report,
 }
 
 /// A step that failed.
 type Failed = (Stage, io::Error);
 
 /// Runs the child to its end; `enter_group` is what is left to do where it could not be cloned into its cgroup.
-pub fn run(launch: Launch<'_>, report: Report, enter_group: impl FnOnce()) -> ! {
+pub fn run(child: Child, enter_group: impl FnOnce()) -> ! {
     enter_group();
-    let code = match prepare(&launch) {
-        Err((stage, error)) => fail(report, stage, &error),
-        Ok(account) => match launch.program {
-            Program::Builtin(name, arguments) => builtin::run(&name, &arguments),
-            Program::FirstOf(candidates) => {
-                let error = execute(&candidates, &environment(launch.env, &account));
-                fail(report, Stage::Execute, &error)
-            }
-        },
+    let report = child.report;
+    let code = match (prepare(&child), child.body) {
+        (Err((stage, error)), _) => fail(report, stage, errno(&error)),
+        (Ok(()), Body::Builtin(name, arguments)) => builtin::run(&name, &arguments),
+        (Ok(()), Body::Execute(execution)) => fail(report, Stage::Execute, execution.execute()),
     };
     // SAFETY: ends the child without running what the parent registered.
     unsafe { libc::_exit(code) }
 }
 
-fn fail(report: Report, stage: Stage, error: &io::Error) -> i32 {
-    report.fail(stage, errno(error));
-    exit_code(stage, errno(error))
+fn fail(report: Report, stage: Stage, errno: i32) -> i32 {
+    report.fail(stage, errno);
+    exit_code(stage, errno)
 }
 
 /// The exit code of a start that failed: a program that isn't there, or one that can't be run.
@@ -89,36 +97,29 @@ pub fn exit_code(stage: Stage, errno: i32) -> i32 {
     }
 }
 
-fn prepare(launch: &Launch<'_>) -> Result<Account, Failed> {
+fn prepare(child: &Child) -> Result<(), Failed> {
     // SAFETY: a forked child leads no group yet, so this can't fail.
     unsafe { libc::setsid() };
     reset_signals();
-    redirect(&launch.stdio).map_err(|error| (Stage::Stdio, error))?;
-    let account = users::look_up(launch.user).map_err(|unknown| {
-        let stage = if unknown == Unknown::User {
-            Stage::UnknownUser
-        } else {
-            Stage::UnknownGroup
-        };
-        (stage, io::Error::from_raw_os_error(libc::EINVAL))
-    })?;
-    match become_user(&account) {
-        Err(error) if launch.strict || errno(&error) != libc::EPERM => {
+    redirect(child.stdio).map_err(|error| (Stage::Stdio, error))?;
+    match become_user(&child.account) {
+        Err(error) if child.strict || errno(&error) != libc::EPERM => {
             return Err((Stage::Credentials, error))
         }
         _ => {}
     }
-    if let Stdio::Terminal { rows, cols, .. } = launch.stdio {
+    if let Stdio::Terminal { rows, cols, .. } = child.stdio {
         // As the user, so that the terminal is theirs.
         pty::open_in_child(HANDOVER_FD, rows, cols).map_err(|error| (Stage::Terminal, error))?;
     }
-    change_directory(launch.cwd).map_err(|error| (Stage::Directory, error))?;
-    if launch.no_new_privs {
+    // SAFETY: the path is a C string.
+    check(unsafe { libc::chdir(child.cwd.as_ptr()) }).map_err(|error| (Stage::Directory, error))?;
+    if child.no_new_privs {
         // SAFETY: a plain prctl; the unused arguments have to be 0.
         check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) })
             .map_err(|error| (Stage::NoNewPrivs, error))?;
     }
-    Ok(account)
+    Ok(())
 }
 
 /// Undoes what chronus set for itself: it blocks every signal, and Rust's runtime ignores SIGPIPE.
@@ -138,14 +139,14 @@ fn duplicate(from: RawFd, to: RawFd) -> io::Result<()> {
 }
 
 /// Puts the descriptors where they belong and closes all others.
-fn redirect(stdio: &Stdio) -> io::Result<()> {
-    match *stdio {
-        Stdio::Pipes {
+fn redirect(stdio: Stdio) -> io::Result<()> {
+    match stdio {
+        Stdio::Pipes(Pipes {
             stdin,
             stdout,
             stderr,
             status,
-        } => {
+        }) => {
             // Out of the way of what is put below.
             // SAFETY: duplicates a descriptor of this process.
             let status = status
@@ -208,107 +209,4 @@ fn become_user(account: &Account) -> io::Result<()> {
         )?;
     }
     capabilities::drop_for(account.uid)
-}
-
-fn change_directory(path: &[u8]) -> io::Result<()> {
-    let path = c_string(path)?;
-    // SAFETY: the path is a C string.
-    check(unsafe { libc::chdir(path.as_ptr()) }).map(drop)
-}
-
-fn c_string(bytes: &[u8]) -> io::Result<CString> {
-    CString::new(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))
-}
-
-/// The environment as execve takes it, with what a program may expect added where it is missing.
-fn environment(env: &Env, account: &Account) -> Vec<Vec<u8>> {
-    let number = account.uid.to_string().into_bytes();
-    let name = account.name.as_ref().unwrap_or(&number);
-    let defaults: [(&[u8], &[u8]); 4] = [
-        (b"HOME", &account.home),
-        (b"USER", name),
-        (b"LOGNAME", name),
-        (b"PATH", DEFAULT_PATH),
-    ];
-    let missing = defaults
-        .into_iter()
-        .filter(|(key, _)| !env.contains_key(*key));
-    let given = env
-        .iter()
-        .map(|(key, value)| (key.as_slice(), value.as_slice()));
-    given
-        .chain(missing)
-        .map(|(key, value)| [key, b"=", value].concat())
-        .collect()
-}
-
-/// Replaces the process by the first command line whose program exists; returns why none could be.
-fn execute(candidates: &[Vec<Vec<u8>>], environment: &[Vec<u8>]) -> io::Error {
-    let mut last = io::Error::from_raw_os_error(libc::ENOENT);
-    for argv in candidates {
-        last = execute_one(argv, environment);
-        if errno(&last) != libc::ENOENT {
-            break;
-        }
-    }
-    last
-}
-
-fn execute_one(argv: &[Vec<u8>], environment: &[Vec<u8>]) -> io::Error {
-    let c_strings = |list: &[Vec<u8>]| {
-        list.iter()
-            .map(|item| c_string(item))
-            .collect::<io::Result<Vec<_>>>()
-    };
-    let (argv, environment) = match (c_strings(argv), c_strings(environment)) {
-        (Ok(argv), Ok(environment)) if !argv.is_empty() => (argv, environment),
-        _ => return io::Error::from_raw_os_error(libc::EINVAL),
-    };
-    let name = argv[0].to_bytes();
-    if name.is_empty() {
-        return io::Error::from_raw_os_error(libc::ENOENT);
-    }
-    if name.contains(&b'/') {
-        return exec(&argv[0], &argv, &environment);
-    }
-    search(name, &argv, &environment)
-}
-
-/// Looks for a name along PATH, as execvp(3) does: what can't be run is passed over, but remembered.
-fn search(name: &[u8], argv: &[CString], environment: &[CString]) -> io::Error {
-    let path = environment
-        .iter()
-        .find_map(|entry| entry.to_bytes().strip_prefix(b"PATH="))
-        .unwrap_or(DEFAULT_PATH);
-    let mut denied = None;
-    for directory in path.split(|byte| *byte == b':') {
-        let directory = if directory.is_empty() {
-            b"."
-        } else {
-            directory
-        };
-        let Ok(full) = c_string(&[directory, b"/", name].concat()) else {
-            continue;
-        };
-        let error = exec(&full, argv, environment);
-        match errno(&error) {
-            libc::ENOENT | libc::ENOTDIR | libc::ENAMETOOLONG | libc::ELOOP => {}
-            libc::EACCES => denied = Some(error),
-            _ => return error,
-        }
-    }
-    denied.unwrap_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
-}
-
-fn exec(path: &CStr, argv: &[CString], environment: &[CString]) -> io::Error {
-    let pointers = |list: &[CString]| {
-        list.iter()
-            .map(|item| item.as_ptr())
-            .chain([std::ptr::null()])
-            .collect::<Vec<_>>()
-    };
-    let (argv, environment) = (pointers(argv), pointers(environment));
-    // SAFETY: all are C strings, both lists end with a null pointer, and everything outlives the call.
-    unsafe { libc::execve(path.as_ptr(), argv.as_ptr(), environment.as_ptr()) };
-    io::Error::last_os_error()
 }

@@ -208,7 +208,7 @@ impl Chronus {
                 errno: errno(&error),
             })
             .and_then(|descriptors| {
-                let (stdio, strict) = (descriptors.stdio(), self.starter.strict());
+                let stdio = descriptors.stdio();
                 let Who {
                     user,
                     cwd,
@@ -222,7 +222,6 @@ impl Chronus {
                     env,
                     no_new_privs,
                     stdio,
-                    strict,
                 })?;
                 Ok((process, descriptors))
             });

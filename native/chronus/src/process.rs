@@ -1,16 +1,21 @@
 //! Processes: starting one in a cgroup of its own, and ending all of it.
 
 use std::collections::HashSet;
+use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use bare::CLONE_INTO_CGROUP;
+
+use crate::capabilities;
 use crate::cgroup::{Group, Groups};
-use crate::child::{self, Launch};
+use crate::child::{self, Body, Child, Launch, Program, Stdio};
+use crate::execution::Execution;
 use crate::kernel::{self, check, check_size, errno};
 use crate::report::{Report, Reports, Stage};
+use crate::spawn::{Areas, Plan};
+use crate::users::{self, Unknown};
 
-/// linux/sched.h; libc's constant has another type.
-const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 /// Under memory pressure a command goes before chronus does.
 const COMMAND_OOM_SCORE: &[u8] = b"500";
 const OWN_OOM_SCORE: &[u8] = b"0";
@@ -64,8 +69,12 @@ pub struct Starter {
     /// clone3 into a cgroup isn't possible here (an old kernel, a filter, a hierarchy that refuses): fork, then move.
     fork_only: bool,
     strict: bool,
+    /// Where programs are started that share this process's memory for a moment.
+    areas: Areas,
     /// /proc/self/oom_score_adj, opened while this process could.
     oom_score: Option<OwnedFd>,
+    /// The own score is the commands' now.
+    raised: bool,
 }
 
 impl Starter {
@@ -81,52 +90,66 @@ impl Starter {
             cookie,
             fork_only: false,
             strict,
+            areas: Areas::default(),
             oom_score,
+            raised: false,
         }
-    }
-
-    /// True in a sandbox, where nothing may be skipped.
-    pub fn strict(&self) -> bool {
-        self.strict
     }
 
     /// Starts a child; what goes wrong in it later is told by [`Starter::bury`].
     pub fn start(&mut self, launch: Launch<'_>) -> Result<Process, StartError> {
-        self.try_start(launch).map_err(|error| StartError {
-            stage: Stage::Fork,
-            errno: errno(&error),
+        let at = |stage| {
+            move |error: &io::Error| StartError {
+                stage,
+                errno: errno(error),
+            }
+        };
+        let invalid = |stage| StartError {
+            stage,
+            errno: libc::EINVAL,
+        };
+        let account = users::look_up(launch.user).map_err(|unknown| {
+            invalid(match unknown {
+                Unknown::User => Stage::UnknownUser,
+                Unknown::Group => Stage::UnknownGroup,
+            })
+        })?;
+        let body = match launch.program {
+            Program::Builtin(name, arguments) => Body::Builtin(name, arguments),
+            Program::FirstOf(lines) => Body::Execute(
+                Execution::new(&lines, launch.env, &account).ok_or(invalid(Stage::Execute))?,
+            ),
+        };
+        let cwd = CString::new(launch.cwd).map_err(|_| invalid(Stage::Directory))?;
+        let report = self
+            .reports
+            .take()
+            .map_err(|error| at(Stage::Fork)(&error))?;
+        let child = Child {
+            body,
+            account,
+            cwd,
+            no_new_privs: launch.no_new_privs,
+            stdio: launch.stdio,
+            strict: self.strict,
+            report,
+        };
+        self.start_in_group(child).map_err(|error| {
+            self.reports.give_back(report);
+            at(Stage::Fork)(&error)
         })
     }
 
-    fn try_start(&mut self, launch: Launch<'_>) -> io::Result<Process> {
-        let report = self.reports.take()?;
-        let created = match self.groups.as_mut().map(Groups::create).transpose() {
-            Ok(created) => created,
-            Err(error) => {
-                self.reports.give_back(report);
-                return Err(error);
-            }
-        };
+    fn start_in_group(&mut self, child: Child) -> io::Result<Process> {
+        let created = self.groups.as_mut().map(Groups::create).transpose()?;
         let group = created.as_ref().map(|(group, _)| *group);
-        self.set_oom_score(COMMAND_OOM_SCORE);
-        let forked = self.fork(created.as_ref().map(|(_, directory)| directory));
-        match forked {
-            Ok(Forked::Child { in_group }) => {
-                let enter = || {
-                    if let (false, Some(groups), Some(group)) = (in_group, &self.groups, group) {
-                        // Without its cgroup the command still runs; killing it falls back to its session.
-                        let _cannot_be_told = groups.enter(group);
-                    }
-                };
-                child::run(launch, report, enter)
-            }
-            Ok(Forked::Parent { pid }) => {
-                self.set_oom_score(OWN_OOM_SCORE);
-                Ok(Process { pid, group, report })
-            }
+        let report = child.report;
+        self.raise_score();
+        let started = self.clone_or_fork(child, created);
+        self.settle_score();
+        match started {
+            Ok(pid) => Ok(Process { pid, group, report }),
             Err(error) => {
-                self.set_oom_score(OWN_OOM_SCORE);
-                self.reports.give_back(report);
                 if let (Some(groups), Some(group)) = (&mut self.groups, group) {
                     groups.retire(group);
                 }
@@ -135,7 +158,23 @@ impl Starter {
         }
     }
 
-    /// Best effort: children inherit the score that chronus has while it forks, because they may not set their own before they execute.
+    /// Best effort: children inherit the score that chronus has when they are born, because they may not set their own before they execute.
+    fn raise_score(&mut self) {
+        if !self.raised {
+            self.set_oom_score(COMMAND_OOM_SCORE);
+            self.raised = true;
+        }
+    }
+
+    /// Gives chronus its own score back, unless a child still shares its memory: that one's score would change too. False: to be called again.
+    pub fn settle_score(&mut self) -> bool {
+        if self.raised && !self.areas.any_used() {
+            self.set_oom_score(OWN_OOM_SCORE);
+            self.raised = false;
+        }
+        !self.raised
+    }
+
     fn set_oom_score(&self, score: &[u8]) {
         if let Some(file) = &self.oom_score {
             // SAFETY: writes a few bytes at the start of the file.
@@ -143,23 +182,77 @@ impl Starter {
         }
     }
 
+    fn clone_or_fork(
+        &mut self,
+        child: Child,
+        created: Option<(Group, OwnedFd)>,
+    ) -> io::Result<i32> {
+        let directory = created.as_ref().map(|(_, directory)| directory);
+        let child = match self.spawn(child, directory) {
+            Ok(pid) => return pid,
+            Err(child) => *child,
+        };
+        match self.fork(directory)? {
+            Forked::Parent { pid } => Ok(pid),
+            Forked::Child { in_group } => child::run(child, || {
+                let group = created.as_ref().map(|(group, _)| *group);
+                if let (false, Some(groups), Some(group)) = (in_group, &self.groups, group) {
+                    // Without its cgroup the command still runs; killing it falls back to its session.
+                    let _cannot_be_told = groups.enter(group);
+                }
+            }),
+        }
+    }
+
+    /// Starts a program with pipes without a copy of this process. Gives back what needs one.
+    fn spawn(
+        &mut self,
+        child: Child,
+        directory: Option<&OwnedFd>,
+    ) -> Result<io::Result<i32>, Box<Child>> {
+        let (false, Stdio::Pipes(pipes)) = (self.fork_only, child.stdio) else {
+            return Err(Box::new(child));
+        };
+        let (stdio, report, strict) = (child.stdio, child.report, child.strict);
+        let Body::Execute(execution) = child.body else {
+            return Err(Box::new(child));
+        };
+        let plan = Plan {
+            execution,
+            account: child.account,
+            cwd: child.cwd,
+            no_new_privs: child.no_new_privs,
+            pipes,
+            capabilities: capabilities::of_commands().unwrap_or(0),
+            strict,
+            report,
+        };
+        match self
+            .areas
+            .start(plan, directory.map(AsRawFd::as_raw_fd), self.cookie)
+        {
+            Ok(pid) => Ok(Ok(pid)),
+            Err((error, plan)) if clone_is_refused(&error) => {
+                self.fork_only = true;
+                Err(Box::new(Child {
+                    body: Body::Execute(plan.execution),
+                    account: plan.account,
+                    cwd: plan.cwd,
+                    no_new_privs: plan.no_new_privs,
+                    stdio,
+                    strict,
+                    report,
+                }))
+            }
+            Err((error, _)) => Ok(Err(error)),
+        }
+    }
+
     fn fork(&mut self, directory: Option<&OwnedFd>) -> io::Result<Forked> {
         if let (false, Some(directory)) = (self.fork_only, directory) {
             match self.clone_into(directory) {
                 Ok(forked) => return Ok(forked),
-                Err(error)
-                    if matches!(
-                        errno(&error),
-                        libc::ENOSYS
-                            | libc::EPERM
-                            | libc::EINVAL
-                            | libc::EOPNOTSUPP
-                            | libc::EBUSY
-                            | libc::EACCES
-                    ) =>
-                {
-                    self.fork_only = true;
-                }
+                Err(error) if clone_is_refused(&error) => self.fork_only = true,
                 Err(error) => return Err(error),
             }
         }
@@ -245,6 +338,14 @@ impl Starter {
     pub fn has_retired_groups(&self) -> bool {
         self.groups.as_ref().is_some_and(Groups::has_retired)
     }
+}
+
+/// clone3, or being born into a cgroup, isn't possible here: an old kernel, a filter, a hierarchy that refuses.
+fn clone_is_refused(error: &io::Error) -> bool {
+    matches!(
+        errno(error),
+        libc::ENOSYS | libc::EPERM | libc::EINVAL | libc::EOPNOTSUPP | libc::EBUSY | libc::EACCES
+    )
 }
 
 enum Forked {

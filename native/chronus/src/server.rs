@@ -53,6 +53,8 @@ pub struct Chronus {
     sweep_pause: Duration,
     sweep_set: bool,
     trim_set: bool,
+    score_pause: Duration,
+    score_set: bool,
 }
 
 impl Chronus {
@@ -87,6 +89,8 @@ impl Chronus {
             sweep_pause: SWEEP_PAUSE_MIN,
             sweep_set: false,
             trim_set: false,
+            score_pause: SWEEP_PAUSE_MIN,
+            score_set: false,
         })
     }
 
@@ -107,7 +111,22 @@ impl Chronus {
             while let Some(timer) = self.timers.pop_due() {
                 self.handle_timer(timer);
             }
+            self.settle_score();
             self.send();
+        }
+    }
+
+    /// Takes the own OOM score back once no child shares this process's memory any more. Most have executed before the next event; a timer is for the
+    /// one that hangs in a slow disk.
+    fn settle_score(&mut self) {
+        if self.starter.settle_score() {
+            self.score_pause = SWEEP_PAUSE_MIN;
+        } else if !self.score_set {
+            self.score_set = self
+                .timers
+                .set(self.score_pause, Timer::SettleScore)
+                .is_some();
+            self.score_pause = (self.score_pause * 2).min(SWEEP_PAUSE_MAX);
         }
     }
 
@@ -191,6 +210,8 @@ impl Chronus {
                     self.sweep_later();
                 }
             }
+            // Tried again behind this.
+            Timer::SettleScore => self.score_set = false,
             Timer::Trim => {
                 self.trim_set = false;
                 self.listen_again();

@@ -19,6 +19,7 @@ use crate::kernel::{self, errno, End, Poller, Token, READABLE, WRITABLE};
 use crate::process::{Attempt, Process, StartError, Status};
 use crate::report::Stage;
 use crate::server::{Chronus, Leader};
+use crate::spawn::Pipes;
 use crate::timers::Timer;
 
 /// Output of background children that is kept between two calls, each stream; the rest is counted.
@@ -285,7 +286,6 @@ impl Chronus {
                 .map(|(name, value)| (name.clone(), value.clone())),
         );
         let attempt = shell_attempt(request);
-        let strict = self.starter.strict();
         let process = self.starter.start(Launch {
             program: Program::FirstOf(vec![
                 vec![
@@ -299,13 +299,12 @@ impl Chronus {
             cwd: &attempt.cwd,
             env: &env as &Env,
             no_new_privs: request.no_new_privs,
-            stdio: Stdio::Pipes {
+            stdio: Stdio::Pipes(Pipes {
                 stdin: Some(their_control.as_raw_fd()),
                 stdout: their_stdout.as_raw_fd(),
                 stderr: their_stderr.as_raw_fd(),
                 status: Some(their_status.as_raw_fd()),
-            },
-            strict,
+            }),
         });
         let process = match process {
             Ok(process) => process,

@@ -11,6 +11,7 @@ use crate::connection::Connection;
 use crate::input::{Input, Kind};
 use crate::kernel::{self, End, Poller, Token, READABLE};
 use crate::pty;
+use crate::spawn::Pipes;
 
 /// Where standard input comes from.
 pub struct Stdin<'a> {
@@ -107,12 +108,12 @@ impl Descriptors {
                 stdout,
                 stderr,
                 readiness,
-            } => Stdio::Pipes {
+            } => Stdio::Pipes(Pipes {
                 stdin: stdin.as_ref().map(AsRawFd::as_raw_fd),
                 stdout: stdout.as_raw_fd(),
                 stderr: stderr.as_raw_fd(),
                 status: readiness.as_ref().map(AsRawFd::as_raw_fd),
-            },
+            }),
             Theirs::Terminal {
                 handover,
                 rows,

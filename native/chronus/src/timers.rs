@@ -14,6 +14,8 @@ pub enum Timer {
     SweepGroups,
     /// Time to give memory back.
     Trim,
+    /// The own OOM score may be had back now.
+    SettleScore,
 }
 
 /// Names a timer that was set.

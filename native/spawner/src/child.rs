@@ -1,18 +1,18 @@
 //! The child's side of a creation: from `clone3` to the exec of chronus.
 //!
-//! It runs on a stack of its own in the memory of the spawner, which goes on meanwhile: copying that memory, and the faults of both sides on what was
-//! copied, cost a quarter of a creation. So it makes bare system calls only: no allocation, no lock, and no function of libc, whose errno is the
-//! parent's. All its strings are prepared before, and live until it has run chronus. A step that fails is told to the parent by number and errno.
+//! It runs on a stack of its own in the memory of the spawner, as [`bare`] describes. All its strings are prepared before, and live until it has run
+//! chronus. A step that fails is told to the parent by number and errno.
 
 use std::ffi::CStr;
 use std::os::fd::RawFd;
 
-use libc::{c_int, c_long, c_ulong, sock_filter, sock_fprog};
+use libc::{c_int, c_ulong, sock_filter, sock_fprog};
 
+use bare::{call, CloneArgs, Outcome};
 use wire::capabilities;
 
 use crate::covers;
-use crate::sysapi::{CloneArgs, MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
+use crate::sysapi::{MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
 
 /// Told to the parent once the descriptor table is the child's own; no step has this number.
 pub const UNSHARED: u8 = 255;
@@ -114,102 +114,38 @@ const NO_ID: c_int = -1;
 
 static UNSHARED_BYTE: u8 = UNSHARED;
 
-/// The result of a bare system call: a value, or minus errno.
-#[derive(Clone, Copy)]
-struct Outcome(isize);
-
 struct Failure {
     step: u8,
     errno: u8,
 }
 
-impl Outcome {
+/// Names the step that a call belongs to.
+trait At {
+    fn at(self, step: u8) -> Result<isize, Failure>;
+}
+
+impl At for Outcome {
     fn at(self, step: u8) -> Result<isize, Failure> {
-        if self.0 < 0 {
-            Err(Failure {
-                step,
-                errno: self.0.unsigned_abs() as u8,
-            })
-        } else {
-            Ok(self.0)
-        }
+        self.result().map_err(|errno| Failure {
+            step,
+            errno: errno as u8,
+        })
     }
 }
 
-/// A bare system call.
+/// Starts a child that shares this process's memory and descriptors, in [`enter`]. Returns its pid.
 ///
 /// # Safety
-/// The arguments must be what the call takes.
-unsafe fn bare(number: c_long, arguments: [usize; 6]) -> Outcome {
-    let result: isize;
-    // SAFETY: the caller's promise; the kernel clobbers rcx and r11 only.
-    unsafe {
-        std::arch::asm!(
-            "syscall",
-            inlateout("rax") number as isize => result,
-            in("rdi") arguments[0],
-            in("rsi") arguments[1],
-            in("rdx") arguments[2],
-            in("r10") arguments[3],
-            in("r8") arguments[4],
-            in("r9") arguments[5],
-            lateout("rcx") _,
-            lateout("r11") _,
-            options(nostack)
-        );
-    }
-    Outcome(result)
-}
-
-/// `given`, with zeros behind it.
-fn padded(given: &[usize]) -> [usize; 6] {
-    let mut all = [0; 6];
-    all[..given.len()].copy_from_slice(given);
-    all
-}
-
-/// `call!(number, argument…)`: a bare system call with each argument as a word.
-macro_rules! call {
-    ($number:expr) => {
-        bare($number, [0; 6])
-    };
-    ($number:expr, $($argument:expr),+) => {
-        bare($number, padded(&[$($argument as usize),+]))
-    };
-}
-
-/// Starts a child that shares this process's memory and descriptors, on `stack_top` (16-byte aligned), in [`run`]. Returns its pid.
-///
-/// # Safety
-/// `arguments` must ask for CLONE_VM and CLONE_FILES with `stack` and `stack_size` of memory that nothing else uses, and `plan` must stay as it is until
-/// the child has executed chronus or ended.
+/// As of [`bare::start`]; `arguments` must ask for CLONE_FILES as well.
 pub unsafe fn start(arguments: &CloneArgs, plan: &Plan) -> std::io::Result<i32> {
-    let result: isize;
-    // SAFETY: in the parent this is a system call like any other. The child comes back on its own stack, where nothing of this frame is; it goes to
-    // `enter`, which never returns, with the plan that r12 still holds.
+    // SAFETY: the caller's promise.
     unsafe {
-        std::arch::asm!(
-            "syscall",
-            "test rax, rax",
-            "jnz 2f",
-            "xor ebp, ebp",
-            "mov rdi, r12",
-            "call r13",
-            "ud2",
-            "2:",
-            inlateout("rax") libc::SYS_clone3 as isize => result,
-            in("rdi") arguments,
-            in("rsi") std::mem::size_of::<CloneArgs>(),
-            in("r12") plan,
-            in("r13") enter as unsafe extern "C" fn(*const Plan<'_>) -> !,
-            lateout("rcx") _,
-            lateout("r11") _,
-        );
-    }
-    if result < 0 {
-        Err(std::io::Error::from_raw_os_error(-result as i32))
-    } else {
-        Ok(result as i32)
+        bare::start(
+            arguments,
+            (0, 0),
+            enter as unsafe extern "C" fn(*const Plan<'_>) -> !,
+            plan,
+        )
     }
 }
 

@@ -7,6 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::time::Instant;
 
+use bare::{CloneArgs, Stack, CLONE_INTO_CGROUP};
 use wire::value::Writer;
 
 use crate::cgroup::Limits;
@@ -14,7 +15,7 @@ use crate::child::{self, Plan};
 use crate::layers::TreeSpec;
 use crate::node::Node;
 use crate::scratch::Record;
-use crate::sysapi::{self, check, CloneArgs, CLONE_INTO_CGROUP};
+use crate::sysapi::{self, check};
 use crate::{covers, seccomp};
 
 /// Ids of one sandbox: 65,536 of its own, room for extra ones, and chronus' as the last.
@@ -62,22 +63,6 @@ pub struct Creator {
 /// Its functions are shallow and hold a few hundred bytes each.
 const STACK_BYTES: usize = 64 << 10;
 
-/// Memory that a child runs on, in units aligned as the call convention wants a stack.
-struct Stack(Box<std::cell::UnsafeCell<[u128; STACK_BYTES / 16]>>);
-
-// SAFETY: a stack goes with its creator to one thread; only that thread's child touches its bytes.
-unsafe impl Send for Stack {}
-
-impl Stack {
-    fn new() -> Self {
-        Stack(Box::new(std::cell::UnsafeCell::new([0; STACK_BYTES / 16])))
-    }
-
-    fn as_ptr(&self) -> *const u8 {
-        self.0.get().cast()
-    }
-}
-
 /// Descriptors that a creator hands to its child, by place in its block.
 const PLACES: RawFd = 5;
 const FIRST_BLOCK: RawFd = 16;
@@ -88,7 +73,7 @@ impl Creator {
         let base = FIRST_BLOCK + index as RawFd * PLACES;
         let creator = Creator {
             base,
-            stack: Stack::new(),
+            stack: Stack::new(STACK_BYTES),
         };
         creator.clear(null.as_raw_fd())?;
         Ok(creator)
@@ -352,12 +337,11 @@ fn clone_child(
     let mut pidfd: RawFd = -1;
     let mut arguments = CloneArgs {
         flags: (namespaces | libc::CLONE_PIDFD | libc::CLONE_FILES | libc::CLONE_VM) as u32 as u64,
-        stack: creator.stack.as_ptr() as u64,
-        stack_size: STACK_BYTES as u64,
         pidfd: (&raw mut pidfd) as u64,
         exit_signal: libc::SIGCHLD as u64,
         ..CloneArgs::default()
     };
+    creator.stack.lend(&mut arguments);
     if let Some(dir) = cgroup {
         arguments.flags |= CLONE_INTO_CGROUP;
         arguments.cgroup = dir.as_raw_fd() as u64;

@@ -14,8 +14,6 @@ pub const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
 pub const OPEN_TREE_CLONE: c_uint = 1;
 pub const OPEN_TREE_CLOEXEC: c_uint = libc::O_CLOEXEC as c_uint;
 pub const MOVE_MOUNT_F_EMPTY_PATH: c_uint = 0x4;
-pub const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-
 const FSCONFIG_SET_FLAG: c_uint = 0;
 const FSCONFIG_SET_STRING: c_uint = 1;
 const FSCONFIG_SET_FD: c_uint = 5;
@@ -179,22 +177,6 @@ impl FsContext {
             text.push(' ');
         }
     }
-}
-
-#[repr(C, align(8))]
-#[derive(Default)]
-pub struct CloneArgs {
-    pub flags: u64,
-    pub pidfd: u64,
-    pub child_tid: u64,
-    pub parent_tid: u64,
-    pub exit_signal: u64,
-    pub stack: u64,
-    pub stack_size: u64,
-    pub tls: u64,
-    pub set_tid: u64,
-    pub set_tid_size: u64,
-    pub cgroup: u64,
 }
 
 pub fn open_at(dir: RawFd, path: &CStr, flags: c_int) -> io::Result<OwnedFd> {

@@ -6,7 +6,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::finding::{Feature, Finding, State};
 use super::text;
-use crate::sysapi::{check, CloneArgs, CLONE_INTO_CGROUP};
+use bare::{CloneArgs, CLONE_INTO_CGROUP};
+
+use crate::sysapi::check;
 
 const USER_NAMESPACES: Feature = Feature {
     name: "user namespaces",
