@@ -38,5 +38,5 @@ TOOLCHAINS = (
     Toolchain("node", ("nodejs", "npm"), 'node -e \'require("http"); require("zlib")\''),
     Toolchain("clang", ("clang", "lld", "ninja-build"), f"cd /tmp && echo '{_C}' > a.c && clang -O1 -c a.c"),
     Toolchain("rust", ("rustc", "cargo"), f"cd /tmp && echo '{_RUST}' > a.rs && rustc --crate-type lib --emit metadata a.rs"),
-    Toolchain("r", ("r-base-core", "r-recommended"), "Rscript -e 'library(stats); median(c(1, 2, 3))'"),
+    Toolchain("r", ("r-base-core", "r-recommended", "r-base-dev"), "Rscript -e 'library(stats); median(c(1, 2, 3))'"),
 )

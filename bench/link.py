@@ -45,8 +45,8 @@ class Link:
         Raises WrongAnswer if it doesn't listen in time.
         """
         relay_command = (sys.executable, "-m", "bench.relay", self.far, str(relay), str(port), str(DELAY_S))
-        await self.stack.enter_async_context(_process(self._inside(*command), log))
-        await self.stack.enter_async_context(_process(self._inside(*relay_command), log.with_suffix(".relay")))
+        await self.stack.enter_async_context(process(self._inside(*command), log))
+        await self.stack.enter_async_context(process(self._inside(*relay_command), log.with_suffix(".relay")))
         deadline = asyncio.get_running_loop().time() + ANSWER_DEADLINE_S
         while not await _takes_connections(self.far, relay):
             if asyncio.get_running_loop().time() > deadline:
@@ -88,11 +88,11 @@ async def up() -> AsyncIterator[Link]:
 
 async def call(*command: str) -> None:
     """Runs a command to its end. Raises WrongAnswer with what it complained of."""
-    process = await asyncio.create_subprocess_exec(
+    started = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
-    _, complaint = await process.communicate()
-    if process.returncode != 0:
+    _, complaint = await started.communicate()
+    if started.returncode != 0:
         raise WrongAnswer(f"{' '.join(command)}: {complaint.decode('utf-8', 'replace').strip()}")
 
 
@@ -114,19 +114,20 @@ async def _takes_connections(address: str, port: int) -> bool:
 
 
 @asynccontextmanager
-async def _process(command: Sequence[str], log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def process(command: Sequence[str | Path], log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs a command with its output in a file until the block is left."""
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
+        started = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT, start_new_session=True
         )
     try:
-        yield process
+        yield started
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(started.pid, signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), STOP_DEADLINE_S)
+            await asyncio.wait_for(started.wait(), STOP_DEADLINE_S)
         except TimeoutError:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+                os.killpg(started.pid, signal.SIGKILL)
+            await started.wait()

@@ -101,18 +101,26 @@ class Docker:
 
 @asynccontextmanager
 async def running(root_tar: Path, parent: Path) -> AsyncIterator[Docker]:
-    """Starts dockerd (and its containerd) below ``parent`` with the root filesystem loaded; removes every trace when the block is left."""
+    """A :func:`daemon` with the root filesystem loaded."""
+    async with daemon(parent) as docker:
+        await docker.call("import", str(root_tar), IMAGE)
+        await docker.run_true()  # the first run pays for the image's first use
+        yield docker
+
+
+@asynccontextmanager
+async def daemon(parent: Path, *, registry: str | None = None) -> AsyncIterator[Docker]:
+    """Starts dockerd (and its containerd) below ``parent``, empty; removes every trace when the block is left. ``registry``: the address of
+    one that it may use without TLS."""
     directory = Path(tempfile.mkdtemp(prefix="dsec-docker-", dir=parent))
     docker = Docker(directory)
     try:
-        daemon = await _start(directory)
+        process = await _start(directory, () if registry is None else ("--insecure-registry", registry))
         try:
-            await _answering(daemon, docker)
-            await docker.call("import", str(root_tar), IMAGE)
-            await docker.run_true()  # the first run pays for the image's first use
+            await _answering(process, docker)
             yield docker
         finally:
-            await asyncio.shield(_stop(daemon, docker))
+            await asyncio.shield(_stop(process, docker))
     finally:
         _remove_cgroups(directory.name)
         shutil.rmtree(directory, ignore_errors=True)
@@ -123,7 +131,7 @@ def _client() -> str:
     return "/usr/bin/docker" if os.access("/usr/bin/docker", os.X_OK) else "docker"
 
 
-async def _start(directory: Path) -> asyncio.subprocess.Process:
+async def _start(directory: Path, options: Sequence[str]) -> asyncio.subprocess.Process:
     (directory / "client").mkdir()
     (directory / "daemon.json").write_text("{}")
     with (directory / "log").open("wb") as log:
@@ -139,6 +147,7 @@ async def _start(directory: Path) -> asyncio.subprocess.Process:
             "--bridge=none",
             "--iptables=false",
             "--ip6tables=false",
+            *options,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,
