@@ -10,23 +10,35 @@ import asyncio
 import configparser
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import parse_qsl, urlsplit
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    InvalidPathError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from obstore.store import LocalStore, S3Store
 
 from libdsec.errors import InvalidArgument, NoCapacity, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config
 
 LIST_BATCH = 1000
 """Objects that come from a listing at a time; S3 gives no more."""
 PART_BYTES = 16 << 20
 """Of an upload in parts. 10,000 of them, the most that S3 takes, hold 160 GB."""
+PIECE = 4 << 20
+"""Bytes of a file that are read at a time."""
 PARTS_AT_ONCE = 4
 """With PART_BYTES the memory that one upload takes."""
 DELETE_BATCH = 1000
@@ -78,8 +90,8 @@ class Blobs(Protocol):
     async def put(self, key: str, data: bytes) -> None:
         """Make or replace an object."""
 
-    async def put_file(self, key: str, path: Path) -> None:
-        """Make or replace an object with a file's content, in bounded memory."""
+    async def put_file(self, key: str, path: Path, told: Callable[[int], None] = lambda done: None) -> None:
+        """Make or replace an object with a file's content, in bounded memory. ``told``: bytes that are on their way."""
 
     async def put_new(self, key: str, data: bytes) -> bool:
         """Make an object unless there is one of that name; whether it was made. Of several callers one gets True."""
@@ -131,35 +143,38 @@ def _open_s3(url: str) -> Blobs:
     endpoint = options.get("endpoint")
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise InvalidArgument(f"the store's endpoint {endpoint!r} is no http:// or https:// URL", field="store")
-    secrets = _credentials(Path(options["credentials"])) if "credentials" in options else {}
+    config: S3Config = {
+        "region": options.get("region", os.environ.get("AWS_REGION", "us-east-1")),
+        "skip_signature": options.get("anonymous", "false") == "true",
+        "virtual_hosted_style_request": endpoint is None,
+    }
+    if endpoint is not None:
+        config["endpoint"] = endpoint
+    if "credentials" in options:
+        config.update(_credentials(Path(options["credentials"])))
     store = S3Store(
-        bucket=parts.netloc,
+        parts.netloc,
         prefix=parts.path.strip("/") or None,
-        endpoint=endpoint,
-        region=options.get("region", os.environ.get("AWS_REGION", "us-east-1")),
-        skip_signature=options.get("anonymous", "false") == "true",
-        virtual_hosted_style_request=endpoint is None,
+        config=config,
         client_options={
             "allow_http": endpoint is not None and endpoint.startswith("http://"),
             "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
             "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
         },
         retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_FOR_S)},
-        **secrets,
     )
     return ObjectBlobs(url, store)
 
 
-def _credentials(path: Path) -> dict[str, str]:
+def _credentials(path: Path) -> S3Config:
     parser = configparser.ConfigParser(interpolation=None)
     try:
         parser.read_string(path.read_text())
         section = parser["default"]
-        return {
-            "access_key_id": section["aws_access_key_id"],
-            "secret_access_key": section["aws_secret_access_key"],
-            **({"session_token": section["aws_session_token"]} if "aws_session_token" in section else {}),
-        }
+        config: S3Config = {"access_key_id": section["aws_access_key_id"], "secret_access_key": section["aws_secret_access_key"]}
+        if "aws_session_token" in section:
+            config["session_token"] = section["aws_session_token"]
+        return config
     except OSError as error:
         raise InvalidArgument(f"the store's credentials can't be read: {path}: {error.strerror}", field="store") from error
     except (configparser.Error, KeyError, UnicodeDecodeError) as error:
@@ -177,10 +192,13 @@ class ObjectBlobs:
     async def put(self, key: str, data: bytes) -> None:
         await self._put(key, data)
 
-    async def put_file(self, key: str, path: Path) -> None:
-        await self._put(key, path)
+    async def put_file(self, key: str, path: Path, told: Callable[[int], None] = lambda done: None) -> None:
+        if (await asyncio.to_thread(path.stat)).st_size <= PART_BYTES:
+            await self._put(key, await asyncio.to_thread(path.read_bytes))
+        else:
+            await self._put(key, _pieces(path, told))
 
-    async def _put(self, key: str, content: bytes | Path) -> None:
+    async def _put(self, key: str, content: bytes | AsyncIterator[bytes]) -> None:
         try:
             await obstore.put_async(self._store, key, content, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
         except Exception as failure:
@@ -281,6 +299,15 @@ class ObjectBlobs:
                 return failure
 
 
+async def _pieces(path: Path, told: Callable[[int], None]) -> AsyncIterator[bytes]:
+    done = 0
+    with path.open("rb") as file:
+        while piece := await asyncio.to_thread(file.read, PIECE):
+            yield piece
+            done += len(piece)
+            told(done)
+
+
 def _too_short(key: str, size: int, offset: int, length: int) -> BlobMissing:
     return BlobMissing(f"{key} in the store has {size} bytes, {length} at {offset} are wanted: it was cut")
 
@@ -297,7 +324,7 @@ class DirectoryBlobs(ObjectBlobs):
             raise InvalidArgument(f"the store {root} can't be opened: {str(error).partition(chr(10))[0]}", field="store") from error
         self._root = root
 
-    async def _put(self, key: str, content: bytes | Path) -> None:
+    async def _put(self, key: str, content: bytes | AsyncIterator[bytes]) -> None:
         await super()._put(key, content)
         await asyncio.to_thread(self._sync, key)
 

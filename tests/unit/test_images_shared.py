@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsec.images.chunks import STORED, ZEROS, ZSTD, ChunkTable, pack
-from dsec.images.shared import Blobs, BlobMissing, BlobsDenied, Listed, open_blobs
+from dsec.images.shared import BlobMissing, Blobs, BlobsDenied, Listed, open_blobs
 from libdsec.errors import ImageError, InvalidArgument, Unavailable
 from tests.unit.seaweed import Seaweed, seaweed
 
