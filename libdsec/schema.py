@@ -328,6 +328,8 @@ class LayerInfo(msgspec.Struct, kw_only=True):
     blob_bytes: int
     extra_ids: tuple[int, ...] = ()
     """Owner ids above 65,535 that files of the layer carry."""
+    index: str | None = None
+    """Digest of the data blob's chunk table; None: not in a chunked store (or no blob)."""
 
 
 class ImageConfig(msgspec.Struct, kw_only=True):

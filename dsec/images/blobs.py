@@ -1,6 +1,7 @@
 """The directory of blobs: files named by the sha256 of their content, complete or absent, and never changed.
 
-Knows nothing of images. Everything that is being made lies in ``tmp`` until it is whole; the next start empties that.
+Knows nothing of images. Everything that is being made lies in ``tmp`` until it is whole; the next start empties that. A download, which may
+go on after a restart, lies in ``partial``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from libdsec.errors import NoCapacity
@@ -28,12 +29,13 @@ def hex_of(digest: str) -> str:
 
 
 class BlobDirectory:
-    """``<root>/blobs/<hex>`` and ``<root>/tmp``. Calls block on the disk."""
+    """``<root>/blobs/<hex>``, ``<root>/partial/<hex>`` and ``<root>/tmp``. Calls block on the disk."""
 
     def __init__(self, root: Path, *, disk_reserve: int) -> None:
         self._root = root
         self._blobs = root / "blobs"
         self._tmp = root / "tmp"
+        self._partial = root / "partial"
         self._disk_reserve = disk_reserve
 
     def open(self) -> None:
@@ -55,6 +57,15 @@ class BlobDirectory:
         """Where the blob is, if it is there."""
         return self._blobs / hex_of(digest)
 
+    def partial(self, digest: str) -> Path:
+        """Where a blob lies that is being fetched. Makes the directory."""
+        self._partial.mkdir(mode=0o700, exist_ok=True)
+        return self._partial / hex_of(digest)
+
+    def names(self) -> list[str]:
+        """The digests, in hexadecimal, of all blobs."""
+        return [entry.name for entry in os.scandir(self._blobs)]
+
     def has(self, digest: str) -> bool:
         return self.path(digest).exists()
 
@@ -67,26 +78,38 @@ class BlobDirectory:
                 continue
             file.chmod(BLOB_MODE)
             file.rename(self.path(digest))
+        self._sync()
+
+    def _sync(self) -> None:
         directory = os.open(self._blobs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
 
-    def retire(self, keep: set[str]) -> list[Path]:
-        """Takes every blob whose digest is not in ``keep`` out of the store: from here on it counts as absent. Returns the files, which the
-        caller deletes (that can take a while, this doesn't)."""
-        kept = {hex_of(digest) for digest in keep}
+    def unneeded(self, needed: Callable[[str], bool]) -> list[Path]:
+        """The blobs, and the beginnings of blobs, whose digests (hexadecimal) aren't needed."""
+        directories = [directory for directory in (self._blobs, self._partial) if directory.exists()]
+        return [Path(entry.path) for directory in directories for entry in os.scandir(directory) if not needed(entry.name)]
+
+    def retire(self, files: Sequence[Path]) -> list[Path]:
+        """Takes blobs out of the store: from here on they count as absent. Returns the files, which the caller deletes (that can take a
+        while, this doesn't)."""
         retired = []
-        grave = Path(tempfile.mkdtemp(prefix="retired-", dir=self._tmp))
-        for entry in os.scandir(self._blobs):
-            if entry.name not in kept:
-                target = grave / entry.name
-                os.rename(entry.path, target)
+        if files:
+            grave = Path(tempfile.mkdtemp(prefix="retired-", dir=self._tmp))
+            for file in files:
+                target = grave / f"{file.parent.name}-{file.name}"
+                os.rename(file, target)
                 retired.append(target)
-        if not retired:
-            grave.rmdir()
         return retired
+
+    def link(self, file: Path, digest: str) -> None:
+        """Makes a file on the same filesystem a blob, and leaves it where it is. Raises OSError."""
+        if self.has(digest):
+            return
+        os.link(file, self.path(digest))
+        self._sync()
 
     def delete(self, retired: Iterable[Path]) -> int:
         """Deletes retired files; returns their bytes."""

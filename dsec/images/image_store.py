@@ -1,9 +1,10 @@
-"""The image store of an instance: imports, references, removal, garbage."""
+"""The image store of an instance: imports, references, removal, garbage; and what goes to the store that nodes share, and comes from it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from starlette.routing import BaseRoute
@@ -13,13 +14,19 @@ from dsec.images.catalog import Caller, Catalog, Entry
 from dsec.images.converter import Converter
 from dsec.images.environments import Environment, compose
 from dsec.images.importing import Importer, ImportRequest, Tell
+from dsec.images.leases import HOLD_S
 from dsec.images.limits import ImportLimits
 from dsec.images.names import ByName, exact, parse_reference
+from dsec.images.pulling import LayerState, Puller, pull
 from dsec.images.routes import ImageRoutes
+from dsec.images.shared import Blobs
+from dsec.images.sharing import Sharing, node_name
 from dsec.store import Store
-from libdsec.errors import Conflict, ImageNotFound, PermissionDenied
+from libdsec.errors import Conflict, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
 from libdsec.schema import ImageInfo
 
+RETIRED_AT_ONCE = 500
+"""Blobs that gc takes out of the store between two looks at anything else: some milliseconds."""
 ENVIRONMENTS_KEPT = 10_000
 """Composed environments kept in memory; beyond it they are composed anew, which takes some microseconds more."""
 
@@ -35,26 +42,64 @@ class ImageStore:
     is in use is neither removed nor collected.
     """
 
-    def __init__(self, root: Path, store: Store, *, limits: ImportLimits | None = None, converter: Path | None = None) -> None:
-        """``root`` will hold the blobs; ``converter`` is the path of dsec-mklayer, looked for in its usual places if not given."""
+    def __init__(
+        self,
+        root: Path,
+        store: Store,
+        *,
+        shared: Blobs | None = None,
+        limits: ImportLimits | None = None,
+        converter: Path | None = None,
+    ) -> None:
+        """``root`` will hold the blobs; ``shared`` is the store that this node shares with others; ``converter`` is the path of
+        dsec-mklayer, looked for in its usual places if not given."""
         self.limits = limits or ImportLimits()
         self.in_use: Callable[[], set[str]] = _nobody
+        self._root = root
         self._blobs = BlobDirectory(root, disk_reserve=self.limits.disk_reserve)
-        self._catalog = Catalog(store)
+        self._sharing = None if shared is None else Sharing(shared, self._blobs, self._needed)
+        self._catalog = Catalog(store, self._sharing)
         self._importer = Importer(self._catalog, self._blobs, Converter(converter, self._blobs, self.limits), self.limits)
+        self._puller = Puller(self._blobs, shared, self.limits)
         self._collecting = asyncio.Lock()
         self._environments: dict[tuple[str, str | None, tuple[str, ...]], Environment] = {}
+        self._pinned_digests: dict[str, int] = {}
 
     async def open(self) -> None:
         """Loads the catalog and removes what a crash left: half-made files, and blobs that no image names. Raises OSError, and what the
         database raises."""
         await asyncio.to_thread(self._blobs.open)
         await self._catalog.open()
-        await self.collect_garbage()
+        await self._collect_local()
+        if self._sharing is not None:
+            self._sharing.open(node_name(self._root / "node"), self._catalog)
+
+    def start(self) -> None:
+        """Begins what goes on in the background, once ``in_use`` can tell what lives."""
+        if self._sharing is not None:
+            self._sharing.start()
+
+    async def close(self) -> None:
+        """Ends what goes on in the background."""
+        if self._sharing is not None:
+            await self._sharing.close()
 
     def routes(self) -> list[BaseRoute]:
         """The routes below ``/v1/images``, to be mounted behind authentication."""
         return ImageRoutes(self).routes()
+
+    # -- what a sandbox starts from
+
+    async def locate(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> None:
+        """Before :meth:`resolve`: images that only other nodes made are looked for in the shared store, and so is a newer version of a name
+        that was last looked up 10 s ago or more. Without a shared store it does nothing. Raises Unavailable, ImageError."""
+        if self._sharing is None:
+            return
+        before = self._catalog.changes
+        for reference in (image, *([] if workspace is None else [workspace]), *toolkits):
+            await self._sharing.locate(parse_reference(reference))
+        if self._catalog.changes != before:
+            self._environments.clear()
 
     def resolve(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment:
         """The layers and the configuration of a sandbox. From memory: no disk, no database.
@@ -70,8 +115,37 @@ class ImageStore:
             self._environments[key] = known
         return known
 
+    async def ensure(self, environment: Environment) -> list[LayerState]:
+        """What the node has of each layer, in the environment's order: metadata is here when this returns, data is either whole here or to
+        be fetched as it is read, by the chunk table in the answer. No other node removes the layers from here on, provided that ``in_use``
+        names them within two minutes.
+
+        Raises ImageError for a layer that is broken or gone, Unavailable where the shared store is needed and can't be reached, NoCapacity.
+        """
+        digests = {hex_of(digest) for layer in environment.layers for digest in (layer.digest, layer.blob) if digest is not None}
+        with self._pinned(digests):
+            if self._sharing is not None:
+                try:
+                    await self._sharing.lease.hold(digests, HOLD_S)
+                except (Unavailable, NoCapacity):
+                    # Where everything is here, what others do to the store doesn't matter to this sandbox.
+                    if not self._puller.here(environment.layers):
+                        raise
+            return await self._puller.states(environment.layers)
+
+    def adopt_blob(self, blob: str, file: Path) -> None:
+        """Makes ``file``, on the same filesystem, whose every chunk was checked by its table, the whole blob of that digest. Blocks."""
+        self._blobs.link(file, digest_of(hex_of(blob)))
+
+    # -- images
+
+    async def find(self, reference: str) -> ImageInfo:
+        """The image that is referred to, on this node or in the shared store. Raises ImageNotFound, Unavailable."""
+        await self.locate(reference, None, ())
+        return self.get(reference)
+
     def get(self, reference: str) -> ImageInfo:
-        """The image that is referred to. Raises ImageNotFound."""
+        """The image that is referred to, as far as this node knows. Raises ImageNotFound."""
         return self._entry(reference).info
 
     def page(self, after: tuple[str, int] | None, limit: int) -> list[ImageInfo]:
@@ -84,46 +158,132 @@ class ImageStore:
         return None if entry is None else entry.info
 
     async def import_archive(self, request: ImportRequest, body: AsyncIterator[bytes], tell: Tell) -> ImageInfo:
-        """Imports an archive as the next version of its name. Raises ImageError, NoCapacity, PermissionDenied; then nothing of it stays."""
+        """Imports an archive as the next version of its name, and pushes it where a store is shared.
+
+        Raises ImageError, NoCapacity, PermissionDenied; then nothing of it stays. Raises Unavailable when the shared store can't be
+        reached; if the image was made by then, it is pushed as soon as that can be.
+        """
+        if self._sharing is not None:
+            await self._sharing.check_owner(request.name, request.caller)
         image = await self._importer.run(request, body, tell)
         self._environments.clear()
-        return image
+        if self._sharing is None:
+            return image
+        try:
+            return await self.push(exact(image.name, image.version), request.caller, tell)
+        except Unavailable as error:
+            message = f"{exact(image.name, image.version)} is made on this node, but not yet in the shared store; that is tried again"
+            raise Unavailable(f"{message}: {error.message}") from error
+
+    async def push(self, reference: str, caller: Caller, tell: Tell) -> ImageInfo:
+        """Makes an image of this node visible to all that share its store. Repeatable; goes on where it broke off.
+
+        Raises ImageNotFound (also where a layer isn't whole here), PermissionDenied, Conflict where the store has another image under that
+        version, InvalidArgument where no store is shared, Unavailable, NoCapacity.
+        """
+        sharing = self._shared()
+        entry = self._entry(reference)
+        self._check_owner(entry, reference, caller)
+        await sharing.check_owner(entry.info.name, caller)
+        pushed = await sharing.push(entry, tell)
+        self._environments.clear()
+        return pushed
+
+    async def pull(self, reference: str, whole: bool, tell: Tell) -> ImageInfo:
+        """Fetches an image's metadata, with ``whole`` its data too. Raises ImageNotFound, ImageError, Unavailable, NoCapacity."""
+        info = await self.find(reference)
+        digests = {hex_of(digest) for layer in info.layers for digest in (layer.digest, layer.blob, layer.index) if digest is not None}
+        with self._pinned(digests):
+            if self._sharing is not None:
+                await self._sharing.lease.hold(digests)
+            await pull(self._puller, info.layers, whole, tell)
+        return info
 
     async def remove(self, reference: str, caller: Caller) -> ImageInfo:
         """Removes an image: ``name@n`` and a digest one version, a plain name all versions. Returns the (newest) one removed.
 
         Its layers stay on the disk until :meth:`collect_garbage`. Raises ImageNotFound, PermissionDenied, Conflict while a sandbox uses any
-        of its layers.
+        of its layers, here or on another node; Unavailable where the shared store can't be asked.
         """
+        await self.locate(reference, None, ())
         entry = self._entry(reference)
-        if not caller.may_change(entry.project):
-            raise PermissionDenied(f"the image {reference} belongs to another project")
+        self._check_owner(entry, reference, caller)
         parsed = parse_reference(reference)
         whole_name = isinstance(parsed, ByName) and parsed.version is None
+        if whole_name and self._sharing is not None:
+            await self._sharing.locate_all(entry.info.name)
         doomed = [each.info for each in self._catalog.versions(entry.info.name)] if whole_name else [entry.info]
-        used = {hex_of(digest) for digest in self.in_use()}
+        used = {hex_of(digest) for digest in self.in_use()} | set(self._pinned_digests)
         for info in doomed:
             if any(hex_of(layer.digest) in used for layer in info.layers):
                 raise Conflict(f"{exact(info.name, info.version)} is in use: stop the sandboxes that run on it", reason="in_use")
+        if self._sharing is not None:
+            await self._sharing.remove(doomed)
         await self._catalog.remove(doomed)
         self._environments.clear()
         return entry.info
 
     async def collect_garbage(self) -> int:
-        """Deletes the blobs that no image, no live sandbox and no import in progress needs; returns their bytes."""
+        """Deletes what no image, no live sandbox and no import or push in progress needs, here and in the shared store; returns the bytes.
+
+        Raises Conflict while another node's gc works, Unavailable, ImageError for something unreadable in the shared store.
+        """
+        removed = await self._collect_local()
+        if self._sharing is not None:
+            removed += await self._sharing.collect_garbage()
+        return removed
+
+    async def _collect_local(self) -> int:
         async with self._collecting:
-            keep = self._importer.pins.digests() | {digest_of(hex_of(digest)) for digest in self.in_use()}
+            # A layer in use is known by its metadata alone: its data is found through the images and the conversions.
+            used = {digest_of(hex_of(digest)) for digest in self.in_use()}
             conversions = self._catalog.conversions()
-            named = list(self._catalog.layers())
-            # A layer in use is known by its metadata alone: its data is found through the conversions.
-            named += [layer for layer in conversions.values() if layer.digest in keep]
-            for layer in named:
-                keep.add(layer.digest)
-                if layer.blob is not None:
-                    keep.add(layer.blob)
-            retired = self._blobs.retire(keep)
-            await self._catalog.forget_conversions([key for key, layer in conversions.items() if layer.digest not in keep])
+            used |= {layer.blob for layer in conversions.values() if layer.digest in used and layer.blob is not None}
+
+            def needed(name: str) -> bool:
+                digest = digest_of(name)
+                if digest in used or self._catalog.names(digest):
+                    return True
+                return name in self._pinned_digests or digest in self._importer.pins.digests()
+
+            retired = []
+            unneeded = await asyncio.to_thread(self._blobs.unneeded, needed)
+            for start in range(0, len(unneeded), RETIRED_AT_ONCE):
+                # Asked again: meanwhile an import may have come to count on it. Nobody comes between this and its going.
+                retired += self._blobs.retire([each for each in unneeded[start : start + RETIRED_AT_ONCE] if not needed(each.name)])
+                await asyncio.sleep(0)
+            gone = [key for key, layer in conversions.items() if not self._blobs.has(layer.digest)]
+            await self._catalog.forget_conversions(gone)
             return await asyncio.to_thread(self._blobs.delete, retired)
+
+    # -- within
+
+    def _shared(self) -> Sharing:
+        if self._sharing is None:
+            raise InvalidArgument("no store is shared by this node: start it with `dsec up --store URL`")
+        return self._sharing
+
+    def _needed(self) -> set[str]:
+        """Digests (hexadecimal) that live sandboxes and calls in progress need of the shared store."""
+        metas = {digest_of(hex_of(digest)) for digest in self.in_use()}
+        return {hex_of(digest) for digest in metas | self._catalog.data_of(metas)} | set(self._pinned_digests)
+
+    @contextlib.contextmanager
+    def _pinned(self, digests: set[str]) -> Iterator[None]:
+        """Neither gc takes these digests (hexadecimal) while the body runs."""
+        for digest in digests:
+            self._pinned_digests[digest] = self._pinned_digests.get(digest, 0) + 1
+        try:
+            yield
+        finally:
+            for digest in digests:
+                self._pinned_digests[digest] -= 1
+                if not self._pinned_digests[digest]:
+                    del self._pinned_digests[digest]
+
+    def _check_owner(self, entry: Entry, reference: str, caller: Caller) -> None:
+        if not caller.may_change(entry.project):
+            raise PermissionDenied(f"the image {reference} belongs to another project")
 
     def _entry(self, reference: str) -> Entry:
         entry = self._catalog.find(parse_reference(reference))

@@ -1,7 +1,8 @@
 """What images are called, and what a reference means. Pure: values in, values out.
 
 A name is any registry-like string (``python:3.11``, ``registry.example/team/sphinx-9658:official``). A reference is a name (its newest
-version), ``name@3`` (that version) or ``sha256:…`` (the image with that digest).
+version), ``name@3`` (that version), ``sha256:…`` (the image with that digest) or ``name@sha256:…`` (the same, and where another node finds
+it).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class ByDigest:
     """Whatever image has this digest."""
 
     digest: str
+    name: str | None = None
+    """Where a shared store is to be looked through for it."""
 
 
 Reference = ByName | ByDigest
@@ -70,7 +73,14 @@ def parse_reference(text: str) -> Reference | None:
         return None
     if not at:
         return ByName(name)
+    if _DIGEST.match(version):
+        return ByDigest(version, name)
     return ByName(name, int(version)) if _VERSION.match(version) else None
+
+
+def locked(name: str, digest: str) -> str:
+    """The reference that means this content for ever, on every node."""
+    return f"{name}@{digest}"
 
 
 def exact(name: str, version: int) -> str:

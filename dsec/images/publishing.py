@@ -1,0 +1,223 @@
+"""From this node to the shared store: layers first, the manifest last, so that whatever a reader finds by name is whole.
+
+A layer goes in the order frames, chunk table, metadata: each one says that what stands before it is complete. What is there already isn't
+sent again, so a push that broke off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from dsec.images.blobs import BlobDirectory, digest_of, hex_of
+from dsec.images.chunks import CHUNK_BYTES, ChunkTable, pack
+from dsec.images.importing import Flights, Tell
+from dsec.images.leases import POLL_S, Lease
+from dsec.images.shared import BlobMissing, Blobs
+from dsec.images.shared_catalog import Manifest, SharedCatalog, held_by
+from libdsec.errors import ImageError, ImageNotFound
+from libdsec.schema import ImageInfo, ImportLine, LayerInfo
+
+META_LEVEL = 9
+"""Metadata is small, written once and read by every node."""
+PROGRESS_BYTES = 16 << 20
+CLAIM_S = 600.0
+"""A node that uploads a blob says so; one that hasn't for so long is dead, and another takes over."""
+CLAIM_REFRESH_S = 60.0
+PACKINGS = 2
+"""Blobs packed at a time; each uses every core."""
+
+
+class ClaimFile(msgspec.Struct, kw_only=True):
+    """``uploads/<blob>.json``: who writes the frames of this blob. Two packers of different versions of zstd would mix theirs."""
+
+    node: str
+    at: float
+
+
+def meta_key(digest: str) -> str:
+    return f"metas/{hex_of(digest)}.zst"
+
+
+def frames_key(blob: str) -> str:
+    return f"blobs/{hex_of(blob)}.z"
+
+
+def table_key(blob: str) -> str:
+    return f"blobs/{hex_of(blob)}.idx"
+
+
+class Publisher:
+    """Pushes images. One per node."""
+
+    def __init__(self, local: BlobDirectory, shared: Blobs, catalog: SharedCatalog, lease: Lease) -> None:
+        self.chunk_bytes = CHUNK_BYTES
+        self._local = local
+        self._shared = shared
+        self._catalog = catalog
+        self._lease = lease
+        self._flights = Flights()
+        self._slots = asyncio.Semaphore(PACKINGS)
+        self._pushing: dict[str, int] = {}
+
+    def digests(self) -> set[str]:
+        """Digests (hexadecimal) of what is being pushed."""
+        return set(self._pushing)
+
+    async def push(self, image: ImageInfo, project: str, tell: Tell) -> ImageInfo:
+        """Makes ``image``, whose layers are on this node, visible to all; returns it with the digests of the chunk tables. Repeatable.
+
+        Raises Conflict where the store has another image of that name and version, ImageNotFound where a layer isn't here whole,
+        Unavailable and NoCapacity: then what was sent stays for the next attempt.
+        """
+        held = held_by(image.layers)
+        digests = held.metas | held.blobs
+        async with self._scope(digests):
+            await self._lease.hold(digests)
+            layers = []
+            for index, layer in enumerate(image.layers):
+                layers.append(await self._push_layer(layer, f"sending layer {index + 1} of {len(image.layers)}", tell))
+            tell(ImportLine(step="publishing", done_bytes=image.size))
+            pushed = msgspec.structs.replace(image, layers=layers)
+            await self._catalog.add(Manifest(**msgspec.structs.asdict(pushed), project=project))
+            return pushed
+
+    @asynccontextmanager
+    async def _scope(self, digests: frozenset[str]) -> AsyncGenerator[None, None]:
+        for digest in digests:
+            self._pushing[digest] = self._pushing.get(digest, 0) + 1
+        try:
+            yield
+        finally:
+            for digest in digests:
+                self._pushing[digest] -= 1
+                if not self._pushing[digest]:
+                    del self._pushing[digest]
+
+    async def _push_layer(self, layer: LayerInfo, step: str, tell: Tell) -> LayerInfo:
+        async with self._flights.of(layer.digest):
+            index = None if layer.blob is None else await self._push_blob(layer.blob, step, tell)
+            if await self._shared.stat(meta_key(layer.digest)) is None:
+                content = await self._read(layer.digest)
+                packed = await asyncio.to_thread(zstandard.ZstdCompressor(level=META_LEVEL).compress, content)
+                await self._shared.put(meta_key(layer.digest), packed)
+            return msgspec.structs.replace(layer, index=index)
+
+    async def _read(self, digest: str) -> bytes:
+        try:
+            return await asyncio.to_thread(self._local.path(digest).read_bytes)
+        except FileNotFoundError:
+            raise _not_whole(digest) from None
+
+    async def _push_blob(self, blob: str, step: str, tell: Tell) -> str:
+        """The digest of the blob's chunk table, once both are in the store."""
+        async with self._flights.of(blob):
+            while True:
+                table = await self._published(blob)
+                if table is not None:
+                    return table
+                if not self._local.has(blob):
+                    raise _not_whole(blob)
+                if await self._claim(blob):
+                    break
+                tell(ImportLine(step=f"{step}: another node is sending it"))
+                await asyncio.sleep(POLL_S)
+            claiming = asyncio.create_task(self._keep_claim(blob))
+            try:
+                async with self._slots:
+                    return await self._send(blob, step, tell)
+            finally:
+                claiming.cancel()
+                await asyncio.gather(claiming, return_exceptions=True)
+                await self._shared.delete([f"uploads/{hex_of(blob)}.json"])
+
+    async def _published(self, blob: str) -> str | None:
+        """The digest of the table that the store has for the blob, if its frames are there too."""
+        try:
+            encoded = await self._shared.get(table_key(blob))
+            table = ChunkTable.decode(encoded)
+        except (BlobMissing, ImageError):
+            return None
+        frames = await self._shared.stat(frames_key(blob))
+        if frames is None or frames.size != table.stored_bytes:
+            return None
+        return digest_of(hashlib.sha256(encoded).hexdigest())
+
+    async def _send(self, blob: str, step: str, tell: Tell) -> str:
+        workspace = self._local.make_workspace()
+        try:
+            frames = workspace / "frames"
+            table = await self._pack(self._local.path(blob), frames, step, tell)
+            tell(ImportLine(step=step, done_bytes=0))
+            told = 0
+
+            def progress(done: int) -> None:
+                nonlocal told
+                if done - told >= PROGRESS_BYTES:
+                    told = done
+                    tell(ImportLine(step=step, done_bytes=done))
+
+            # An older table belongs to other frames than these.
+            await self._shared.delete([table_key(blob)])
+            await self._shared.put_file(frames_key(blob), frames, progress)
+            encoded = table.encode()
+            await self._shared.put(table_key(blob), encoded)
+            await asyncio.to_thread(self._keep_table, workspace / "table", encoded)
+            return digest_of(hashlib.sha256(encoded).hexdigest())
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._local.remove_workspace, workspace))
+
+    async def _pack(self, source: Path, target: Path, step: str, tell: Tell) -> ChunkTable:
+        loop = asyncio.get_running_loop()
+        told = 0
+
+        def progress(done: int) -> None:
+            nonlocal told
+            if done - told >= PROGRESS_BYTES:
+                told = done
+                loop.call_soon_threadsafe(tell, ImportLine(step=step.replace("sending", "packing", 1), done_bytes=done))
+
+        def check_and_pack() -> ChunkTable:
+            self._local.check_room(source.stat().st_size)
+            return pack(source, target, chunk_bytes=self.chunk_bytes, progress=progress)
+
+        return await asyncio.to_thread(check_and_pack)
+
+    def _keep_table(self, path: Path, encoded: bytes) -> None:
+        path.write_bytes(encoded)
+        self._local.commit([(path, digest_of(hashlib.sha256(encoded).hexdigest()))])
+
+    async def _claim(self, blob: str) -> bool:
+        """Whether this node may send the blob now."""
+        key = f"uploads/{hex_of(blob)}.json"
+        mine = msgspec.json.encode(ClaimFile(node=self._lease.node, at=time.time()))
+        if await self._shared.put_new(key, mine):
+            return True
+        try:
+            claim = msgspec.json.decode(await self._shared.get(key), type=ClaimFile)
+        except BlobMissing:
+            return False
+        except msgspec.DecodeError:
+            claim = ClaimFile(node="", at=0.0)
+        # One of our own is from before a crash: within this process the flights see to it that a blob is sent once.
+        if claim.node == self._lease.node or claim.at + CLAIM_S < time.time():
+            await self._shared.put(key, mine)
+            return True
+        return False
+
+    async def _keep_claim(self, blob: str) -> None:
+        while True:
+            await asyncio.sleep(CLAIM_REFRESH_S)
+            claim = ClaimFile(node=self._lease.node, at=time.time())
+            await self._shared.put(f"uploads/{hex_of(blob)}.json", msgspec.json.encode(claim))
+
+
+def _not_whole(digest: str) -> ImageNotFound:
+    return ImageNotFound(f"{digest} is not whole on this node, so it can't be sent: `dsec image pull --whole` fetches it")

@@ -1,0 +1,247 @@
+"""From the shared store to this node: metadata and chunk tables (small, whole, checked), and data blobs where somebody wants them whole."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zstandard
+
+from dsec.images.blobs import BlobDirectory, hex_of
+from dsec.images.chunks import ZEROS, ChunkTable
+from dsec.images.importing import Flights, Tell
+from dsec.images.limits import ImportLimits
+from dsec.images.publishing import frames_key, meta_key, table_key
+from dsec.images.shared import BlobMissing, Blobs
+from libdsec.errors import ImageError
+from libdsec.schema import ImportLine, LayerInfo
+
+RANGE_BYTES = 8 << 20
+"""Of frames that are asked for together: one request for 8 MB costs what one for 1 MB does, but for the bytes."""
+RANGES_AT_ONCE = 6
+TABLES_KEPT = 256
+"""Chunk tables kept in memory (48 KB for a GB of data), as every creation on a layer that isn't whole needs its one."""
+SMALL_AT_ONCE = 16
+"""Metadata files and tables fetched at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """What the node has of a layer. Its metadata is here in any case."""
+
+    layer: LayerInfo
+    index: bytes | None
+    """None: its data is whole here, or it has none. Else its chunk table, checked: the data is to be fetched as it is read."""
+
+    @property
+    def lazy(self) -> bool:
+        return self.index is not None
+
+
+class Puller:
+    """Fetches. What several want at the same time is fetched once."""
+
+    def __init__(self, local: BlobDirectory, shared: Blobs | None, limits: ImportLimits) -> None:
+        """``shared``: None where no store is configured: only what is here can be given."""
+        self._local = local
+        self._shared = shared
+        self._limits = limits
+        self._flights = Flights()
+        self._small = asyncio.Semaphore(SMALL_AT_ONCE)
+        self._tables: dict[str, bytes] = {}
+
+    def here(self, layers: Sequence[LayerInfo]) -> bool:
+        """Whether all layers are whole on this node."""
+        return all(self._local.has(digest) for layer in layers for digest in (layer.digest, layer.blob) if digest is not None)
+
+    async def states(self, layers: Sequence[LayerInfo]) -> list[LayerState]:
+        """Metadata and, where the data isn't whole here, chunk tables, fetched if they are missing. Raises ImageError for what is broken
+        or gone, Unavailable."""
+        return list(await asyncio.gather(*map(self._state, layers)))
+
+    async def _state(self, layer: LayerInfo) -> LayerState:
+        if not self._local.has(layer.digest):
+            async with self._flights.of(layer.digest), self._small:
+                if not self._local.has(layer.digest):
+                    await self._fetch_meta(layer)
+        if layer.blob is None or self._local.has(layer.blob):
+            return LayerState(layer, None)
+        return LayerState(layer, await self._table(layer))
+
+    async def _fetch_meta(self, layer: LayerInfo) -> None:
+        if layer.meta_bytes > self._limits.metadata:
+            raise ImageError(f"the metadata of {layer.digest} would have {layer.meta_bytes} bytes, {self._limits.metadata} are allowed")
+        packed = await self._get(layer, meta_key(layer.digest))
+        content = await asyncio.to_thread(_unpack_meta, packed, layer)
+        await asyncio.to_thread(self._keep, content, layer.digest)
+
+    async def _table(self, layer: LayerInfo) -> bytes:
+        assert layer.blob is not None
+        if layer.index is None:
+            raise ImageError(f"{layer.blob} is not on this node, and in no chunked store: import its image again")
+        known = self._tables.get(layer.index)
+        if known is not None:
+            return known
+        async with self._flights.of(layer.index), self._small:
+            path = self._local.path(layer.index)
+            if path.exists():
+                encoded = await asyncio.to_thread(path.read_bytes)
+            else:
+                encoded = await self._get(layer, table_key(layer.blob))
+            if f"sha256:{hashlib.sha256(encoded).hexdigest()}" != layer.index:
+                raise ImageError(f"the chunk table of {layer.blob} has another digest than its image says: `dsec image fsck` tells more")
+            if ChunkTable.decode(encoded).size != layer.blob_bytes:
+                raise ImageError(f"the chunk table of {layer.blob} is for another size than {layer.blob_bytes} bytes")
+            if not path.exists():
+                await asyncio.to_thread(self._keep, encoded, layer.index)
+            if len(self._tables) >= TABLES_KEPT:
+                self._tables.clear()
+            self._tables[layer.index] = encoded
+            return encoded
+
+    async def whole(self, layer: LayerInfo, told: Callable[[int], None]) -> None:
+        """Fetches the data of a layer whose metadata is here. What an earlier attempt brought is kept. ``told``: bytes more that are here.
+
+        Raises ImageError for what is broken or gone, Unavailable, NoCapacity.
+        """
+        if layer.blob is None or self._local.has(layer.blob):
+            told(layer.blob_bytes)
+            return
+        table = ChunkTable.decode(await self._table(layer))
+        async with self._flights.of(layer.blob):
+            if self._local.has(layer.blob):
+                told(layer.blob_bytes)
+                return
+            self._local.check_room(layer.blob_bytes)
+            partial = self._local.partial(layer.blob)
+            missing = await asyncio.to_thread(_begin, partial, table)
+            told(layer.blob_bytes - sum(map(table.length_of, missing)))
+            slots = asyncio.Semaphore(RANGES_AT_ONCE)
+
+            async def fetch(chunks: list[int]) -> None:
+                async with slots:
+                    await self._fetch_chunks(layer, table, partial, chunks)
+                    told(sum(map(table.length_of, chunks)))
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for chunks in _ranges(table, missing):
+                        group.create_task(fetch(chunks))
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            await asyncio.to_thread(self._finish, partial, layer.blob)
+
+    async def _fetch_chunks(self, layer: LayerInfo, table: ChunkTable, partial: Path, chunks: list[int]) -> None:
+        first, last = table.chunks[chunks[0]], table.chunks[chunks[-1]]
+        assert layer.blob is not None and self._shared is not None
+        try:
+            data = await self._shared.get_range(frames_key(layer.blob), first.offset, last.offset + last.length - first.offset)
+        except BlobMissing as error:
+            raise ImageError(f"the data of {layer.blob} is not whole in the shared store: {error.message}") from error
+        await asyncio.to_thread(_write_chunks, partial, table, chunks, data)
+
+    async def _get(self, layer: LayerInfo, key: str) -> bytes:
+        if self._shared is None:
+            raise ImageError(f"the layer {layer.digest} is not on this node, and no shared store is configured")
+        try:
+            return await self._shared.get(key)
+        except BlobMissing as error:
+            raise ImageError(f"the shared store lacks {key}, which an image names: `dsec image fsck` tells more") from error
+
+    def _keep(self, content: bytes, digest: str) -> None:
+        workspace = self._local.make_workspace()
+        try:
+            path = workspace / hex_of(digest)
+            with path.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            self._local.commit([(path, digest)])
+        finally:
+            self._local.remove_workspace(workspace)
+
+    def _finish(self, partial: Path, blob: str) -> None:
+        digest = hashlib.sha256()
+        with partial.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+            os.fsync(file.fileno())
+        if digest.hexdigest() != hex_of(blob):
+            partial.unlink()
+            raise ImageError(f"the chunks of {blob} are right one by one and wrong together: its chunk table is forged")
+        self._local.commit([(partial, blob)])
+
+
+def _unpack_meta(packed: bytes, layer: LayerInfo) -> bytes:
+    try:
+        content = zstandard.ZstdDecompressor().decompress(packed, max_output_size=layer.meta_bytes)
+    except zstandard.ZstdError as error:
+        raise ImageError(f"the metadata of {layer.digest} is broken: {error}") from error
+    if f"sha256:{hashlib.sha256(content).hexdigest()}" != layer.digest:
+        raise ImageError(f"the metadata of {layer.digest} has another digest: it is broken or forged")
+    return content
+
+
+def _begin(partial: Path, table: ChunkTable) -> list[int]:
+    """Makes the file, or takes over what an earlier attempt left; the chunks that it lacks. Content is looked at, not trusted."""
+    if not partial.exists():
+        with partial.open("xb") as file:
+            file.truncate(table.size)
+        return [index for index, chunk in enumerate(table.chunks) if chunk.flags != ZEROS]
+    missing = []
+    with partial.open("r+b") as file:
+        file.truncate(table.size)
+        for index, chunk in enumerate(table.chunks):
+            content = os.pread(file.fileno(), table.length_of(index), index * table.chunk_bytes)
+            if hashlib.sha256(content).digest() != chunk.sha256:
+                if chunk.flags == ZEROS:
+                    os.pwrite(file.fileno(), bytes(len(content)), index * table.chunk_bytes)
+                else:
+                    missing.append(index)
+    return missing
+
+
+def _ranges(table: ChunkTable, missing: Sequence[int]) -> list[list[int]]:
+    """Chunks whose frames follow each other, up to RANGE_BYTES together."""
+    ranges: list[list[int]] = []
+    start = end = -1
+    for index in missing:
+        chunk = table.chunks[index]
+        if ranges and chunk.offset == end and chunk.offset + chunk.length - start <= RANGE_BYTES:
+            ranges[-1].append(index)
+        else:
+            ranges.append([index])
+            start = chunk.offset
+        end = chunk.offset + chunk.length
+    return ranges
+
+
+def _write_chunks(partial: Path, table: ChunkTable, chunks: Sequence[int], data: bytes) -> None:
+    """Checks and writes chunks whose frames are ``data``. Raises ImageError."""
+    start = table.chunks[chunks[0]].offset
+    with partial.open("r+b") as file:
+        for index in chunks:
+            chunk = table.chunks[index]
+            content = table.unpack(index, data[chunk.offset - start : chunk.offset - start + chunk.length])
+            os.pwrite(file.fileno(), content, index * table.chunk_bytes)
+
+
+async def pull(puller: Puller, layers: Sequence[LayerInfo], whole: bool, tell: Tell) -> None:
+    """Brings layers here, their data too if ``whole``, and tells of it."""
+    tell(ImportLine(step="fetching metadata"))
+    await puller.states(layers)
+    if not whole:
+        return
+    done = 0
+
+    def told(count: int) -> None:
+        nonlocal done
+        done += count
+        tell(ImportLine(step="fetching data", done_bytes=done))
+
+    for layer in layers:
+        await puller.whole(layer, told)

@@ -1,0 +1,361 @@
+"""The seam ``Blobs``: named objects in a directory (local, NFS, a 3FS mount) or an S3 bucket, shared by all nodes.
+
+Knows nothing of images. An object is whole or absent: a directory gets a staging file that is renamed (or, for :meth:`Blobs.put_new`,
+linked) into place and synced before a put returns; S3 shows no object before its upload is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import configparser
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import parse_qsl, urlsplit
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    InvalidPathError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import LocalStore, S3Store
+
+from libdsec.errors import InvalidArgument, NoCapacity, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config
+
+LIST_BATCH = 1000
+"""Objects that come from a listing at a time; S3 gives no more."""
+PART_BYTES = 16 << 20
+"""Of an upload in parts. 10,000 of them, the most that S3 takes, hold 160 GB."""
+PIECE = 4 << 20
+"""Bytes of a file that are read at a time."""
+PARTS_AT_ONCE = 4
+"""With PART_BYTES the memory that one upload takes."""
+DELETE_BATCH = 1000
+DOCUMENT_LIMIT = 256 << 20
+"""Bytes of an object that is read whole into memory (a chunk table of a 5 TB blob)."""
+
+REQUEST_TIMEOUT_S = 60
+"""For one request, its body included: a part of an upload at 270 KB/s."""
+CONNECT_TIMEOUT_S = 5
+RETRIES = 4
+RETRY_FOR_S = 20
+"""The library repeats what failed in the network, or with a 5xx, for so long; after that the caller decides."""
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
+_PARAMETERS = {"endpoint", "region", "credentials", "anonymous"}
+_STAGING = re.compile(r".*#[0-9]+\Z")
+"""What the library calls the files that become objects; a crash leaves them, listings don't show them."""
+
+
+class BlobMissing(NotFound):
+    """There is no object of that name."""
+
+
+class BlobsDenied(Unavailable):
+    """The store refuses: credentials or file modes are wrong. Trying again doesn't help before somebody acts."""
+
+    retriable = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object in a listing."""
+
+    key: str
+    size: int
+    modified: float
+    """Unix seconds, by the store's clock."""
+
+
+class Blobs(Protocol):
+    """What the image store needs of a shared store. Keys are relative paths of ``[A-Za-z0-9._=~-]`` and ``/``.
+
+    Every call may raise Unavailable (the store can't be reached: try again), BlobsDenied, NoCapacity (a directory's disk is full).
+    A put that failed may have happened.
+    """
+
+    url: str
+
+    async def put(self, key: str, data: bytes) -> None:
+        """Make or replace an object."""
+
+    async def put_file(self, key: str, path: Path, told: Callable[[int], None] = lambda done: None) -> None:
+        """Make or replace an object with a file's content, in bounded memory. ``told``: bytes that are on their way."""
+
+    async def put_new(self, key: str, data: bytes) -> bool:
+        """Make an object unless there is one of that name; whether it was made. Of several callers one gets True."""
+
+    async def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+        """An object's content. Raises BlobMissing, and InvalidArgument for one that has more than ``limit`` bytes."""
+
+    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """Exactly ``length`` (1 or more) bytes. Raises BlobMissing, also where the object is shorter."""
+
+    async def stat(self, key: str) -> Listed | None:
+        """Size and time of an object; None: there is none."""
+
+    def list(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
+        """All objects below a directory, in batches, in no order."""
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that aren't there don't matter."""
+
+    async def staging(self, older_than: float) -> Sequence[str]:
+        """Names of files that a crash left half-written, last touched before that Unix time. (Parts of uploads to S3 are the bucket's
+        lifecycle rule's.)"""
+
+    async def drop_staging(self, names: Sequence[str]) -> None:
+        """Removes files that :meth:`staging` named."""
+
+
+def open_blobs(url: str) -> Blobs:
+    """The store at ``url``: an absolute directory, or ``s3://BUCKET/PREFIX?endpoint=URL&region=R&credentials=FILE``.
+
+    ``credentials``: a file in the format of the AWS command line (section ``default``); without it the process's AWS_… variables count.
+    ``anonymous=true``: requests aren't signed. Nothing is contacted yet. Raises InvalidArgument that says what is wrong.
+    """
+    if url.startswith("s3://"):
+        return _open_s3(url)
+    path = Path(url.removeprefix("file://"))
+    if "://" in str(url.removeprefix("file://")) or not path.is_absolute():
+        raise InvalidArgument(f"a store is an absolute directory or s3://BUCKET/PREFIX, not {url!r}", field="store")
+    return DirectoryBlobs(path)
+
+
+def _open_s3(url: str) -> Blobs:
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    unknown = set(options) - _PARAMETERS
+    if unknown or parts.fragment or not _BUCKET.match(parts.netloc):
+        wrong = f"it takes {', '.join(sorted(_PARAMETERS))}, not {', '.join(sorted(unknown))}" if unknown else "the bucket's name can't be"
+        raise InvalidArgument(f"the store {url!r}: {wrong}", field="store")
+    endpoint = options.get("endpoint")
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise InvalidArgument(f"the store's endpoint {endpoint!r} is no http:// or https:// URL", field="store")
+    config: S3Config = {
+        "region": options.get("region", os.environ.get("AWS_REGION", "us-east-1")),
+        "skip_signature": options.get("anonymous", "false") == "true",
+        "virtual_hosted_style_request": endpoint is None,
+    }
+    if endpoint is not None:
+        config["endpoint"] = endpoint
+    if "credentials" in options:
+        config.update(_credentials(Path(options["credentials"])))
+    store = S3Store(
+        parts.netloc,
+        prefix=parts.path.strip("/") or None,
+        config=config,
+        client_options={
+            "allow_http": endpoint is not None and endpoint.startswith("http://"),
+            "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
+            "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
+        },
+        retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_FOR_S)},
+    )
+    return ObjectBlobs(url, store)
+
+
+def _credentials(path: Path) -> S3Config:
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read_string(path.read_text())
+        section = parser["default"]
+        config: S3Config = {"access_key_id": section["aws_access_key_id"], "secret_access_key": section["aws_secret_access_key"]}
+        if "aws_session_token" in section:
+            config["session_token"] = section["aws_session_token"]
+        return config
+    except OSError as error:
+        raise InvalidArgument(f"the store's credentials can't be read: {path}: {error.strerror}", field="store") from error
+    except (configparser.Error, KeyError, UnicodeDecodeError) as error:
+        message = f"{path} must have aws_access_key_id and aws_secret_access_key in a section [default]"
+        raise InvalidArgument(message, field="store") from error
+
+
+class ObjectBlobs:
+    """Any store of the library, S3 first of all."""
+
+    def __init__(self, url: str, store: S3Store | LocalStore) -> None:
+        self.url = url
+        self._store = store
+
+    async def put(self, key: str, data: bytes) -> None:
+        await self._put(key, data)
+
+    async def put_file(self, key: str, path: Path, told: Callable[[int], None] = lambda done: None) -> None:
+        if (await asyncio.to_thread(path.stat)).st_size <= PART_BYTES:
+            await self._put(key, await asyncio.to_thread(path.read_bytes))
+        else:
+            await self._put(key, _pieces(path, told))
+
+    async def _put(self, key: str, content: bytes | AsyncIterator[bytes]) -> None:
+        try:
+            await obstore.put_async(self._store, key, content, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
+        except Exception as failure:
+            raise self._translated(failure, f"writing {key}") from failure
+
+    async def put_new(self, key: str, data: bytes) -> bool:
+        try:
+            await obstore.put_async(self._store, key, data, mode="create")
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        except Exception as failure:
+            raise self._translated(failure, f"writing {key}") from failure
+        return True
+
+    async def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+        try:
+            found = await obstore.get_async(self._store, key)
+            if found.meta["size"] > limit:
+                raise InvalidArgument(f"{key} in the store has {found.meta['size']} bytes, at most {limit} can be right")
+            return bytes(await found.bytes_async())
+        except InvalidArgument:
+            raise
+        except Exception as failure:
+            raise self._translated(failure, f"reading {key}") from failure
+
+    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+        try:
+            data = bytes(await obstore.get_range_async(self._store, key, start=offset, length=length))
+        except Exception as failure:
+            error = self._translated(failure, f"reading {key}")
+            # A range behind the end is an error without a class of its own.
+            if isinstance(error, Unavailable) and not isinstance(error, BlobsDenied):
+                listed = await self.stat(key)
+                if listed is not None and listed.size < offset + length:
+                    error = _too_short(key, listed.size, offset, length)
+            raise error from failure
+        if len(data) != length:
+            raise _too_short(key, offset + len(data), offset, length)
+        return data
+
+    async def stat(self, key: str) -> Listed | None:
+        try:
+            meta = await obstore.head_async(self._store, key)
+        except FileNotFoundError:
+            return None
+        except Exception as failure:
+            raise self._translated(failure, f"looking for {key}") from failure
+        return Listed(key, meta["size"], meta["last_modified"].timestamp())
+
+    async def list(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
+        try:
+            async for batch in obstore.list(self._store, prefix, chunk_size=LIST_BATCH):
+                yield [Listed(each["path"], each["size"], each["last_modified"].timestamp()) for each in batch]
+        except FileNotFoundError:
+            return
+        except Exception as failure:
+            raise self._translated(failure, f"listing {prefix}") from failure
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), DELETE_BATCH):
+            try:
+                await obstore.delete_async(self._store, list(keys[start : start + DELETE_BATCH]))
+            except FileNotFoundError:
+                # A directory stops at the first that isn't there.
+                await self._delete_each(keys[start : start + DELETE_BATCH])
+            except Exception as failure:
+                raise self._translated(failure, "deleting") from failure
+
+    async def _delete_each(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                await obstore.delete_async(self._store, key)
+            except FileNotFoundError:
+                pass
+            except Exception as failure:
+                raise self._translated(failure, f"deleting {key}") from failure
+
+    async def staging(self, older_than: float) -> Sequence[str]:
+        return ()
+
+    async def drop_staging(self, names: Sequence[str]) -> None:
+        return
+
+    def _translated(self, failure: Exception, doing: str) -> Exception:
+        # The library's messages go on with a dump of its own structures.
+        first_line = str(failure).partition("\n")[0]
+        what = f"the shared store {self.url}: {doing}: {first_line}"
+        match failure:
+            case FileNotFoundError():
+                return BlobMissing(what)
+            case PermissionDeniedError() | UnauthenticatedError() | PermissionError() | InvalidPathError():
+                return BlobsDenied(what)
+            case _ if "os error 28" in first_line or "os error 122" in first_line:
+                return NoCapacity(what, reason="disk")
+            case BaseError() | OSError() | TimeoutError():
+                return Unavailable(what)
+            case _:
+                return failure
+
+
+async def _pieces(path: Path, told: Callable[[int], None]) -> AsyncIterator[bytes]:
+    done = 0
+    with path.open("rb") as file:
+        while piece := await asyncio.to_thread(file.read, PIECE):
+            yield piece
+            done += len(piece)
+            told(done)
+
+
+def _too_short(key: str, size: int, offset: int, length: int) -> BlobMissing:
+    return BlobMissing(f"{key} in the store has {size} bytes, {length} at {offset} are wanted: it was cut")
+
+
+class DirectoryBlobs(ObjectBlobs):
+    """A directory. The library renames what is whole into place but doesn't sync: after a power cut a name without content would count as
+    an object, so that is done here."""
+
+    def __init__(self, root: Path) -> None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            super().__init__(str(root), LocalStore(root))
+        except (OSError, BaseError) as error:
+            raise InvalidArgument(f"the store {root} can't be opened: {str(error).partition(chr(10))[0]}", field="store") from error
+        self._root = root
+
+    async def _put(self, key: str, content: bytes | AsyncIterator[bytes]) -> None:
+        await super()._put(key, content)
+        await asyncio.to_thread(self._sync, key)
+
+    async def put_new(self, key: str, data: bytes) -> bool:
+        made = await super().put_new(key, data)
+        if made:
+            await asyncio.to_thread(self._sync, key)
+        return made
+
+    def _sync(self, key: str) -> None:
+        path = self._root / key
+        for each in (path, path.parent):
+            descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    async def staging(self, older_than: float) -> Sequence[str]:
+        return await asyncio.to_thread(self._staging, older_than)
+
+    def _staging(self, older_than: float) -> list[str]:
+        found = []
+        for directory, _, names in os.walk(self._root):
+            for name in names:
+                path = Path(directory, name)
+                if _STAGING.match(name) and path.stat().st_mtime < older_than:
+                    found.append(str(path.relative_to(self._root)))
+        return found
+
+    async def drop_staging(self, names: Sequence[str]) -> None:
+        for name in names:
+            if _STAGING.match(name) and ".." not in name:
+                await asyncio.to_thread((self._root / name).unlink, missing_ok=True)

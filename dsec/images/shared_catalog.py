@@ -1,0 +1,189 @@
+"""Which images the shared store has: one manifest an image version, and a mark for every version number that was ever given.
+
+``images/<name>/<n>.taken`` is made before ``<n>.json`` and never goes, so a number means one image for ever, whichever node gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from dsec.images.limits import MIB
+from dsec.images.shared import BlobMissing, Blobs
+from libdsec.errors import Conflict, ImageError
+from libdsec.schema import ImageInfo, LayerInfo
+
+MANIFEST_LIMIT = 16 * MIB
+"""Bytes of one manifest; 500 layers take 200 KB."""
+READS_AT_ONCE = 32
+"""Manifests asked for at a time."""
+KEY_LIMIT = 200
+"""Bytes of a name in a key: a directory takes 255."""
+
+_PLAIN = re.compile(rb"[A-Za-z0-9_-]")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
+_MANIFEST_KEY = re.compile(r"images/([^/]+)/([1-9][0-9]{0,8})\.json\Z")
+_NUMBER = re.compile(r"([1-9][0-9]{0,8})\.(?:json|taken)\Z")
+
+
+class Manifest(ImageInfo, kw_only=True):
+    """An ImageInfo as it stands in the store, and whose it is."""
+
+    project: str = ""
+
+    def info(self) -> ImageInfo:
+        """The image alone."""
+        fields = msgspec.structs.asdict(self)
+        del fields["project"]
+        return ImageInfo(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a manifest keeps alive."""
+
+    metas: frozenset[str]
+    blobs: frozenset[str]
+    """Both in hexadecimal."""
+
+
+def name_key(name: str) -> str:
+    """A name as one component of a key: bytes other than letters, digits, '_', '-' and inner dots as ``=XX``, long ones cut and hashed."""
+    raw = name.encode()
+    text = "".join(chr(byte) if _PLAIN.match(bytes((byte,))) or (byte == 0x2E and at) else f"={byte:02X}" for at, byte in enumerate(raw))
+    return text if len(text) <= KEY_LIMIT else f"{text[:100]}~{hashlib.sha256(raw).hexdigest()}"
+
+
+def manifest_key(name: str, version: int) -> str:
+    return f"images/{name_key(name)}/{version}.json"
+
+
+def held_by(layers: Sequence[LayerInfo]) -> Held:
+    """The objects that an image with these layers needs."""
+    metas = frozenset(layer.digest.removeprefix("sha256:") for layer in layers)
+    return Held(metas, frozenset(layer.blob.removeprefix("sha256:") for layer in layers if layer.blob is not None))
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """Raises ImageError for what is no manifest. Digests become file names, so they are looked at closely."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ImageError(f"this is no manifest: {error}") from error
+    for layer in manifest.layers:
+        for digest in (layer.digest, layer.blob, layer.index):
+            if digest is not None and not _DIGEST.match(digest):
+                raise ImageError(f"the manifest of {manifest.name}@{manifest.version} names a layer {digest[:80]!r}: that is no digest")
+        if min(layer.meta_bytes, layer.blob_bytes) < 0 or (layer.blob is not None and layer.index is None):
+            raise ImageError(f"the manifest of {manifest.name}@{manifest.version} has a layer without a chunk table, or of negative size")
+    return manifest
+
+
+class SharedCatalog:
+    """The manifests of a shared store. Every call may raise what Blobs raises."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._held: dict[str, Held] = {}
+        """By key. A manifest never changes, so what was read once needn't be read by the next gc."""
+
+    async def take_version(self, name: str, above: int, node: str) -> int:
+        """A version number of ``name`` that no node has had, larger than ``above``."""
+        version = max([above, *await self._numbers(name)]) + 1
+        while not await self._blobs.put_new(f"images/{name_key(name)}/{version}.taken", node.encode()):
+            version += 1
+        return version
+
+    async def add(self, manifest: Manifest) -> None:
+        """Makes an image visible to every node. Repeatable. Raises Conflict where another image has its name and version."""
+        key = manifest_key(manifest.name, manifest.version)
+        await self._blobs.put_new(f"images/{name_key(manifest.name)}/{manifest.version}.taken", b"")
+        if not await self._blobs.put_new(key, msgspec.json.encode(manifest)):
+            there = read_manifest(await self._blobs.get(key, MANIFEST_LIMIT))
+            if there.digest != manifest.digest:
+                message = f"the shared store has another image as {manifest.name}@{manifest.version}: import it anew, or under another name"
+                raise Conflict(message, reason="version")
+        self._held[key] = held_by(manifest.layers)
+
+    async def versions(self, name: str) -> list[int]:
+        """The versions of ``name`` that there are, ascending."""
+        return sorted(int(match[2]) for match in map(_MANIFEST_KEY.match, await self._below(name)) if match is not None)
+
+    async def find(self, name: str, version: int | None) -> Manifest | None:
+        """The manifest of a version, the newest if None. Raises ImageError for one that is broken."""
+        if version is None:
+            versions = await self.versions(name)
+            if not versions:
+                return None
+            version = versions[-1]
+        key = manifest_key(name, version)
+        try:
+            manifest = read_manifest(await self._blobs.get(key, MANIFEST_LIMIT))
+        except BlobMissing:
+            return None
+        if (manifest.name, manifest.version) != (name, version):
+            raise ImageError(f"{key} in the shared store is the manifest of {manifest.name}@{manifest.version}")
+        self._held[key] = held_by(manifest.layers)
+        return manifest
+
+    async def find_digest(self, name: str, digest: str) -> Manifest | None:
+        """The newest version of ``name`` that has the digest."""
+        for version in reversed(await self.versions(name)):
+            manifest = await self.find(name, version)
+            if manifest is not None and manifest.digest == digest:
+                return manifest
+        return None
+
+    async def remove(self, name: str, version: int) -> None:
+        """Takes a version out. Its number isn't given again."""
+        key = manifest_key(name, version)
+        await self._blobs.put_new(f"images/{name_key(name)}/{version}.taken", b"")
+        await self._blobs.delete([key])
+        self._held.pop(key, None)
+
+    async def keys(self) -> list[str]:
+        """The keys of all manifests."""
+        return [each.key async for batch in self._blobs.list("images") for each in batch if _MANIFEST_KEY.match(each.key)]
+
+    async def held(self, known: Mapping[str, Held]) -> dict[str, Held]:
+        """What each manifest, by key, keeps alive; those in ``known`` aren't read. Raises ImageError for a broken one: nobody can say then
+        what may go."""
+        found: dict[str, Held] = {}
+        unread = []
+        for key in await self.keys():
+            held = known.get(key) or self._held.get(key)
+            if held is None:
+                unread.append(key)
+            else:
+                found[key] = held
+        async for key, data in self.read(unread):
+            if data is not None:
+                found[key] = held_by(read_manifest(data).layers)
+        self._held = dict(found)
+        return found
+
+    async def read(self, keys: Sequence[str]) -> AsyncIterator[tuple[str, bytes | None]]:
+        """The manifests as they stand, in the order of ``keys``; None for one that is gone."""
+
+        async def one(key: str) -> bytes | None:
+            try:
+                return await self._blobs.get(key, MANIFEST_LIMIT)
+            except BlobMissing:
+                return None
+
+        for start in range(0, len(keys), READS_AT_ONCE):
+            part = keys[start : start + READS_AT_ONCE]
+            for key, data in zip(part, await asyncio.gather(*map(one, part)), strict=True):
+                yield key, data
+
+    async def _below(self, name: str) -> list[str]:
+        return [each.key async for batch in self._blobs.list(f"images/{name_key(name)}") for each in batch]
+
+    async def _numbers(self, name: str) -> list[int]:
+        matches = map(_NUMBER.search, await self._below(name))
+        return [int(match[1]) for match in matches if match is not None]

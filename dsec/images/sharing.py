@@ -1,0 +1,178 @@
+"""This node's side of the shared store: what it publishes, finds, holds and collects there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import structlog
+
+from dsec.images.blobs import BlobDirectory
+from dsec.images.catalog import Caller, Catalog, Entry
+from dsec.images.importing import Flights, Tell
+from dsec.images.leases import Lease, keep_refreshed
+from dsec.images.names import ByDigest, ByName, Reference
+from dsec.images.publishing import Publisher
+from dsec.images.shared import Blobs
+from dsec.images.shared_catalog import Manifest, SharedCatalog, held_by, manifest_key
+from dsec.images.store_gc import StoreGc
+from libdsec.errors import Conflict, DSecError, NoCapacity, PermissionDenied, Unavailable
+from libdsec.schema import ImageInfo
+
+NAME_FRESH_S = 10.0
+"""A name that is known here is looked up in the shared store again after so long: another node may have made a newer version."""
+LOOK_S = 3.0
+"""For a name that is known here a slow store is waited for no longer."""
+PUSH_RETRY_S = 60.0
+"""Between two attempts to push what couldn't be pushed when it was imported."""
+
+_log = structlog.get_logger("dsec.images")
+
+
+def node_name(path: Path) -> str:
+    """The node's name in the shared store: made up once, kept in ``path``."""
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        host = "".join(letter for letter in socket.gethostname() if letter.isascii() and (letter.isalnum() or letter == "-"))
+        name = f"{host[:40] or 'node'}-{secrets.token_hex(4)}"
+        path.write_text(name + "\n")
+        return name
+
+
+class Sharing:
+    """The parts that work on one shared store, and what they do in the background between :meth:`open` and :meth:`close`."""
+
+    def __init__(self, blobs: Blobs, local: BlobDirectory, needed: Callable[[], set[str]]) -> None:
+        """``needed``: digests (hexadecimal) of metadata and data that live sandboxes and calls in progress need."""
+        self.blobs = blobs
+        self.catalog = SharedCatalog(blobs)
+        self.lease = Lease(blobs, lambda: needed() | self.publisher.digests())
+        self.publisher = Publisher(local, blobs, self.catalog, self.lease)
+        self.gc = StoreGc(blobs, self.catalog, self.lease)
+        self._flights = Flights()
+        self._looked: dict[str, float] = {}
+        """Name to the monotonic time at which it was last looked up."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def open(self, node: str, local: Catalog) -> None:
+        """``node``: this node's name in the store."""
+        self.lease.node = node
+        self._local = local
+
+    def start(self) -> None:
+        """Begins to keep the lease, and to push what is still to be pushed. Not before ``needed`` can tell: a lease replaces the one that
+        an earlier process of this node wrote."""
+        self._tasks = [asyncio.create_task(keep_refreshed(self.lease, _unreachable)), asyncio.create_task(self._push_what_is_left())]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    # -- version numbers (Catalog's ``Numbers``)
+
+    async def next_version(self, name: str, above: int, caller: Caller) -> int:
+        """A number that no node has had. Raises PermissionDenied where the newest image of the name is another project's."""
+        await self.check_owner(name, caller)
+        return await self.catalog.take_version(name, above, self.lease.node)
+
+    async def check_owner(self, name: str, caller: Caller) -> None:
+        """Raises PermissionDenied where the name belongs to another project, Unavailable."""
+        newest = await self.catalog.find(name, None)
+        if newest is not None and not caller.may_change(newest.project):
+            raise PermissionDenied(f"the image name {name} belongs to another project: choose another name")
+
+    # -- pushing
+
+    async def push(self, entry: Entry, tell: Tell) -> ImageInfo:
+        """Pushes one image and remembers it. Raises what Publisher.push raises."""
+        async with self._flights.of(manifest_key(entry.info.name, entry.info.version)):
+            pushed = await self.publisher.push(entry.info, entry.project, tell)
+            await self._local.pushed(pushed)
+        # Its manifest protects it now. Left in the lease, it couldn't be removed elsewhere for a minute.
+        with contextlib.suppress(Unavailable, NoCapacity):
+            await self.lease.refresh()
+        return pushed
+
+    async def _push_what_is_left(self) -> None:
+        """Images whose push broke off, with the process or with the network."""
+        while True:
+            for entry in self._local.unpushed():
+                try:
+                    await self.push(entry, lambda line: None)
+                except DSecError as error:
+                    _log.warning("an image can't be pushed yet", image=entry.info.name, version=entry.info.version, error=error.message)
+            await asyncio.sleep(PUSH_RETRY_S)
+
+    # -- finding
+
+    async def locate(self, reference: Reference | None) -> None:
+        """Sees to it that the local catalog knows what the reference means, if any node made it. Raises Unavailable where only the store
+        could tell, ImageError for a broken manifest."""
+        name = None if reference is None else reference.name
+        if reference is None or name is None:
+            return
+        known = self._local.find(reference) is not None
+        fixed = isinstance(reference, ByDigest) or reference.version is not None
+        if known and (fixed or time.monotonic() - self._looked.get(name, float("-inf")) < NAME_FRESH_S):
+            return
+        try:
+            async with asyncio.timeout(LOOK_S if known else None), self._flights.of(f"look {name}"):
+                if known and time.monotonic() - self._looked.get(name, float("-inf")) < NAME_FRESH_S:
+                    return
+                manifest = await self._look(reference, name)
+                if manifest is not None:
+                    await self._local.adopt(manifest.info(), manifest.project)
+                if not fixed:
+                    await self._forget_removed(name)
+                    self._looked[name] = time.monotonic()
+        except (TimeoutError, Unavailable):
+            if not known:
+                raise
+            self._looked[name] = time.monotonic()
+
+    async def _look(self, reference: Reference, name: str) -> Manifest | None:
+        if isinstance(reference, ByDigest):
+            return await self.catalog.find_digest(name, reference.digest)
+        return await self.catalog.find(name, reference.version)
+
+    async def locate_all(self, name: str) -> None:
+        """Sees to it that the local catalog knows every version of a name. Raises Unavailable, ImageError."""
+        for version in await self.catalog.versions(name):
+            await self.locate(ByName(name, version))
+
+    async def _forget_removed(self, name: str) -> None:
+        """Versions that another node has removed from the store go from here too."""
+        there = set(await self.catalog.versions(name))
+        versions = [entry.info for entry in self._local.versions(name)]
+        gone = [info for info in versions if info.version not in there and self._local.is_shared(name, info.version)]
+        if gone:
+            await self._local.remove(gone)
+
+    # -- removing
+
+    async def remove(self, images: Iterable[ImageInfo]) -> None:
+        """Takes images out of the store. Raises Conflict where another node's sandboxes use one, Unavailable."""
+        doomed = list(images)
+        others = await self.lease.others()
+        for info in doomed:
+            if not held_by(info.layers).metas.isdisjoint(others):
+                raise Conflict(f"{info.name}@{info.version} is in use on another node: stop the sandboxes that run on it", reason="in_use")
+        for info in doomed:
+            await self.catalog.remove(info.name, info.version)
+
+    async def collect_garbage(self) -> int:
+        """Deletes what nobody needs in the store; the bytes. Raises what StoreGc.collect raises."""
+        shared = (entry.info for entry in self._local.entries() if self._local.is_shared(entry.info.name, entry.info.version))
+        return await self.gc.collect({manifest_key(info.name, info.version): held_by(info.layers) for info in shared})
+
+
+def _unreachable(error: DSecError) -> None:
+    _log.warning("the lease in the shared store can't be renewed", error=error.message)

@@ -1,0 +1,122 @@
+"""Garbage in the shared store: what no manifest names and no lease needs. Safe beside imports, pushes and readers on other nodes.
+
+The order is what makes it so (see :mod:`dsec.images.leases`): list the objects, read the manifests, write down what is condemned, and only
+then read the leases and look for manifests that came meanwhile. A crash leaves ``gc.json``, which others heed for ten minutes, and objects
+that the next run takes.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from dsec.images.leases import GC_KEY, GC_S, CondemnedFile, Lease, forget_leases, read_condemned, read_leases
+from dsec.images.publishing import CLAIM_S
+from dsec.images.shared import Blobs, Listed
+from dsec.images.shared_catalog import Held, SharedCatalog
+from libdsec.errors import Conflict, Unavailable
+
+GRACE_S = 3600.0
+"""Objects younger than this stay, whatever nobody says: an upload's first objects are there before its manifest, and clocks differ."""
+BATCH = 1000
+"""Objects deleted between two looks at the time."""
+
+_META = re.compile(r"metas/([0-9a-f]{64})\.zst\Z")
+_BLOB = re.compile(r"blobs/([0-9a-f]{64})\.(?:z|idx)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """An object that nothing names, and the digest (hexadecimal) that it belongs to."""
+
+    object: Listed
+    digest: str
+
+
+def unnamed(objects: list[Listed], metas: set[str], blobs: set[str]) -> list[Garbage]:
+    """Objects of metadata and blobs that aren't in these sets (hexadecimal)."""
+    found = []
+    for each in objects:
+        meta, blob = _META.match(each.key), _BLOB.match(each.key)
+        if meta is not None and meta[1] not in metas:
+            found.append(Garbage(each, meta[1]))
+        elif blob is not None and blob[1] not in blobs:
+            found.append(Garbage(each, blob[1]))
+    return found
+
+
+async def objects_of(blobs: Blobs) -> list[Listed]:
+    """Everything that belongs to layers."""
+    return [each for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch]
+
+
+class StoreGc:
+    """Collects. ``known``: what this node knows already of manifests, by key; those aren't read."""
+
+    def __init__(self, blobs: Blobs, catalog: SharedCatalog, lease: Lease, wall: Callable[[], float] = time.time) -> None:
+        self.grace_s = GRACE_S
+        self._blobs = blobs
+        self._catalog = catalog
+        self._lease = lease
+        self._wall = wall
+
+    async def collect(self, known: Mapping[str, Held]) -> int:
+        """Deletes; returns the bytes. Raises Conflict while another gc works, Unavailable, ImageError for a manifest or lease that can't be
+        read: then nothing may go."""
+        objects = await objects_of(self._blobs)
+        named = await self._catalog.held(known)
+        old = self._wall() - self.grace_s
+        condemned = [each for each in self._unnamed(objects, named) if each.object.modified < old]
+        await self._drop_leftovers()
+        if not condemned:
+            return 0
+        await self._condemn(condemned)
+        try:
+            await self._lease.refresh()
+            leased = set[str]().union(*(await read_leases(self._blobs, self._wall())).values())
+            named = await self._catalog.held(named)
+            spared = {each.object.key for each in self._unnamed(objects, named)}
+            doomed = [each for each in condemned if each.digest not in leased and each.object.key in spared]
+            return await self._delete(doomed)
+        finally:
+            await self._blobs.delete([GC_KEY])
+
+    def _unnamed(self, objects: list[Listed], named: Mapping[str, Held]) -> list[Garbage]:
+        metas = set[str]().union(*(held.metas for held in named.values()))
+        return unnamed(objects, metas, set[str]().union(*(held.blobs for held in named.values())))
+
+    async def _condemn(self, condemned: list[Garbage]) -> None:
+        digests = sorted({each.digest for each in condemned})
+        mine = msgspec.json.encode(CondemnedFile(node=self._lease.node, at=self._wall(), digests=digests))
+        if await self._blobs.put_new(GC_KEY, mine):
+            return
+        other = await read_condemned(self._blobs, self._wall())
+        if other is not None:
+            raise Conflict(f"the node {other.node} is collecting garbage in the shared store: try again when it has ended", reason="gc")
+        await self._blobs.put(GC_KEY, mine)
+
+    async def _delete(self, doomed: list[Garbage]) -> int:
+        # Metadata before tables before frames: what is left of a layer after a crash is never taken for whole.
+        doomed = sorted(doomed, key=lambda each: (each.object.key.startswith("blobs/"), each.object.key.endswith(".z")))
+        deadline = self._wall() + GC_S / 2
+        removed = 0
+        for start in range(0, len(doomed), BATCH):
+            if self._wall() > deadline:
+                raise Unavailable("the shared store was too slow for this gc: it stopped in time, and the next one goes on")
+            part = doomed[start : start + BATCH]
+            await self._blobs.delete([each.object.key for each in part])
+            removed += sum(each.object.size for each in part)
+        return removed
+
+    async def _drop_leftovers(self) -> None:
+        """What crashes left: claims and leases of dead nodes, files that never became objects."""
+        now = self._wall()
+        stale = [each.key async for batch in self._blobs.list("uploads") for each in batch if each.modified < now - 2 * CLAIM_S]
+        if stale:
+            await self._blobs.delete(stale)
+        await forget_leases(self._blobs, now)
+        await self._blobs.drop_staging(await self._blobs.staging(now - max(self.grace_s, 1.0)))

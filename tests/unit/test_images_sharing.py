@@ -1,0 +1,431 @@
+"""Two nodes and one store: what is imported on one is found, fetched and started on the other, and never goes while somebody needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dsec.images.blobs import hex_of
+from dsec.images.catalog import Caller
+from dsec.images.chunks import ChunkTable
+from dsec.images.leases import Lease
+from dsec.images.names import locked
+from dsec.images.shared import DirectoryBlobs, open_blobs
+from dsec.images.shared_catalog import manifest_key, name_key
+from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, PermissionDenied, Unavailable
+from libdsec.schema import ImportLine
+from tests.unit.images_nodes import ADMIN, Node, content, node
+from tests.unit.seaweed import Seaweed, seaweed
+
+QUIET = lambda line: None  # noqa: E731
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "shared")
+
+
+@pytest.fixture
+async def a(tmp_path: Path, url: str) -> AsyncIterator[Node]:
+    async with node(tmp_path / "a", url) as made:
+        yield made
+
+
+@pytest.fixture
+async def b(tmp_path: Path, url: str) -> AsyncIterator[Node]:
+    async with node(tmp_path / "b", url) as made:
+        yield made
+
+
+def objects(url: str) -> set[str]:
+    """The keys of what a directory store holds, but for leases."""
+    paths = (path for path in Path(url).rglob("*") if path.is_file())
+    return {str(path.relative_to(url)) for path in paths if path.parent.name != "leases"}
+
+
+def layers_in(keys: set[str]) -> set[str]:
+    return {key for key in keys if key.startswith(("metas/", "blobs/"))}
+
+
+def age(url: str, seconds: float = 7200) -> None:
+    """Makes the layers in a directory store older than gc's grace."""
+    for path in (*Path(url, "metas").iterdir(), *Path(url, "blobs").iterdir()):
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+async def start_on(node: Node, name: str) -> list[bool]:
+    """What the edge does before it mounts: whether each layer, top first, is to be read lazily."""
+    await node.images.locate(name, None, ())
+    environment = node.images.resolve(name, None, ())
+    return [state.lazy for state in await node.images.ensure(environment)]
+
+
+# -- publishing and finding
+
+
+@pytest.mark.parametrize("kind", ["directory", "s3"])
+async def test_an_image_imported_on_one_node_is_found_on_another_by_name(
+    kind: str, tmp_path: Path, url: str, request: pytest.FixtureRequest
+) -> None:
+    shared = url if kind == "directory" else request.getfixturevalue("s3").url(tmp_path.name)
+    async with node(tmp_path / "a", shared) as a, node(tmp_path / "b", shared) as b:
+        steps: list[ImportLine] = []
+        made = await a.load("team/python:3.11", {"usr/bin/python": content(1, 3 << 20)}, tell=steps.append)
+        [layer] = made.layers
+        assert layer.index is not None
+        assert {line.step for line in steps} >= {"sending layer 1 of 1", "publishing"}
+        with pytest.raises(ImageNotFound):
+            b.images.get("team/python:3.11")
+        await b.images.locate("team/python:3.11", None, ())
+        environment = b.images.resolve("team/python:3.11", None, ())
+        assert environment.image == "team/python:3.11@1"
+        [state] = await b.images.ensure(environment)
+        assert state.index is not None and f"sha256:{hashlib.sha256(state.index).hexdigest()}" == layer.index
+        assert ChunkTable.decode(state.index).size == layer.blob_bytes
+        # The metadata and the table are here, the data isn't.
+        assert b.blobs() == {hex_of(layer.digest), hex_of(layer.index)}
+        assert await b.images.find(f"team/python:3.11@{made.digest}") == made
+        assert (await start_on(a, "team/python:3.11")) == [False]
+
+
+async def test_an_image_is_pulled_whole_and_then_not_lazy(a: Node, b: Node) -> None:
+    made = await a.load("base", {"data": content(2, 5 << 20)})
+    assert await start_on(b, "base") == [True]
+    lines: list[ImportLine] = []
+    assert await b.images.pull("base", True, lines.append) == made
+    assert max(line.done_bytes for line in lines) == made.layers[0].blob_bytes
+    assert await start_on(b, "base") == [False]
+    assert hashlib.sha256((b.root / "images" / "blobs" / hex_of(made.layers[0].blob or "")).read_bytes()).hexdigest() in b.blobs()
+
+
+async def test_versions_are_unique_among_nodes(a: Node, b: Node) -> None:
+    loads = [(a if number % 2 else b).load("tool", {"n": str(number).encode()}, kind="toolkit") for number in range(8)]
+    made = await asyncio.gather(*loads)
+    assert sorted(info.version for info in made) == list(range(1, 9))
+    assert (await a.images.find("tool@8")).digest == (await b.images.find("tool@8")).digest
+
+
+async def test_a_version_is_not_given_again_after_its_image_was_removed_elsewhere(a: Node, b: Node) -> None:
+    await a.load("x", {"a": b"1"})
+    await b.images.remove("x", ADMIN)
+    assert (await a.load("x", {"a": b"2"})).version == 2
+
+
+async def test_a_newer_version_of_another_node_is_what_a_plain_name_means(a: Node, b: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    await a.load("x", {"a": b"1"})
+    await start_on(b, "x")
+    await a.load("x", {"a": b"2"})
+    assert b.images.resolve("x", None, ()).image == "x@1"
+    monkeypatch.setattr("dsec.images.sharing.NAME_FRESH_S", 0.0)
+    await b.images.locate("x", None, ())
+    assert b.images.resolve("x", None, ()).image == "x@2"
+    await a.images.remove("x@2", ADMIN)
+    await b.images.locate("x", None, ())
+    assert b.images.resolve("x", None, ()).image == "x@1"
+
+
+async def test_a_digest_is_found_by_the_name_beside_it_whatever_the_newest_version_is(a: Node, b: Node) -> None:
+    first = await a.load("x", {"a": b"1"})
+    await a.load("x", {"a": b"2"})
+    assert (await b.images.find(locked("x", first.digest))).version == 1
+    with pytest.raises(ImageNotFound):
+        await b.images.find(f"x@sha256:{'0' * 64}")
+
+
+async def test_a_name_of_another_project_is_refused_on_every_node(a: Node, b: Node) -> None:
+    await a.load("mine", {"a": b"1"}, caller=Caller(project="one", admin=False))
+    with pytest.raises(PermissionDenied):
+        await b.load("mine", {"a": b"2"}, caller=Caller(project="two", admin=False))
+    with pytest.raises(PermissionDenied):
+        await b.images.remove("mine", Caller(project="two", admin=False))
+
+
+@pytest.mark.parametrize("name", ["a/b:c", ".", "..", "a/../b", "x#1", "é~=%", "n" * 255, "ü" * 255, "A.json"])
+async def test_any_name_is_one_safe_component_of_a_key(name: str, a: Node, b: Node) -> None:
+    assert len(name_key(name)) < 256 and "/" not in name_key(name) and name_key(name) not in (".", "..")
+    made = await a.load(name, {"a": b"1"})
+    assert await b.images.find(name) == made
+
+
+def test_different_names_have_different_keys() -> None:
+    names = ["a/b", "a:b", "a=2Fb", "A", "a", "." * 3, "n" * 254, "n" * 255, "ü" * 254, "ü" * 255]
+    assert len({name_key(name) for name in names}) == len(names)
+
+
+# -- what is sent once, and what breaks off
+
+
+class Counting(DirectoryBlobs):
+    """A store that counts what is written to it, and fails where it is told to."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.written: list[str] = []
+        self.fail_at: str | None = None
+
+    async def _put(self, key: str, content: object) -> None:
+        self._check(key)
+        await super()._put(key, content)  # type: ignore[arg-type]
+
+    async def put_new(self, key: str, data: bytes) -> bool:
+        self._check(key)
+        return await super().put_new(key, data)
+
+    def _check(self, key: str) -> None:
+        if self.fail_at is not None and self.fail_at in key:
+            raise Unavailable(f"cut while writing {key}")
+        self.written.append(key)
+
+
+async def test_a_layer_that_is_there_is_not_sent_again(tmp_path: Path, url: str, a: Node) -> None:
+    await a.load("one", {"data": content(3, 1 << 20)})
+    store = Counting(Path(url))
+    async with node(tmp_path / "c", store) as c:
+        await c.load("two", {"data": content(3, 1 << 20)})
+        assert not [key for key in store.written if key.startswith(("blobs/", "metas/"))]
+        assert manifest_key("two", 1) in store.written
+
+
+@pytest.mark.parametrize("where", [".z", ".idx", "metas/", "images/x/1.json"])
+async def test_a_push_that_breaks_off_shows_nothing_and_goes_on_later(where: str, tmp_path: Path, url: str, b: Node) -> None:
+    store = Counting(Path(url))
+    store.fail_at = where
+    async with node(tmp_path / "a", store) as a:
+        with pytest.raises(Unavailable, match="x@1 is made on this node"):
+            await a.load("x", {"data": content(4, 1 << 20)}, key="k")
+        with pytest.raises(ImageNotFound):
+            await b.images.find("x")
+        assert a.images.get("x").version == 1
+    # The node comes back, and the store with it.
+    store.fail_at = None
+    before = len(store.written)
+    async with node(tmp_path / "a", store) as a, asyncio.timeout(20):
+        while not Path(url, manifest_key("x", 1)).exists():  # noqa: ASYNC110 (nothing here tells of it)
+            await asyncio.sleep(0.01)
+        assert await start_on(b, "x") == [True]
+        sent = [key.rpartition(".")[2] for key in store.written[before:] if key.startswith(("blobs/", "metas/"))]
+        assert sent == {".z": ["z", "idx", "zst"], ".idx": ["z", "idx", "zst"], "metas/": ["zst"], "images/x/1.json": []}[where]
+
+
+async def test_an_import_is_refused_before_it_begins_when_the_store_cannot_be_reached(tmp_path: Path, s3: Seaweed) -> None:
+    dead = open_blobs(f"s3://layers/x?endpoint=http://127.0.0.1:9&credentials={s3.home / 'credentials'}")
+    async with node(tmp_path / "a", dead) as a:
+        with pytest.raises(Unavailable):
+            await a.load("x", {"a": b"1"})
+
+
+async def test_an_image_made_before_there_was_a_store_is_pushed_when_asked(tmp_path: Path, url: str, b: Node) -> None:
+    async with node(tmp_path / "a", None) as a:
+        await a.load("old", {"data": content(5, 1 << 20)})
+        with pytest.raises(InvalidArgument, match="--store"):
+            await a.images.push("old", ADMIN, QUIET)
+    async with node(tmp_path / "a", url) as a:
+        with pytest.raises(ImageNotFound):
+            await b.images.find("old")
+        pushed = await a.images.push("old", ADMIN, QUIET)
+        assert await a.images.push("old", ADMIN, QUIET) == pushed == await b.images.find("old")
+    await b.load("other", {"a": b"1"})
+    async with node(tmp_path / "c", None) as c:
+        await c.load("other", {"a": b"2"})
+    async with node(tmp_path / "c", url) as c:
+        with pytest.raises(Conflict, match="other@1"):
+            await c.images.push("other@1", ADMIN, QUIET)
+
+
+async def test_two_nodes_that_send_the_same_blob_send_it_once(tmp_path: Path, url: str) -> None:
+    store = Counting(Path(url))
+    async with node(tmp_path / "a", store) as a, node(tmp_path / "b", store) as b:
+        data = {"data": content(6, 4 << 20)}
+        await asyncio.gather(a.load("x", data), b.load("y", data))
+        assert len([key for key in store.written if key.endswith(".z")]) == 1
+
+
+# -- what is broken
+
+
+async def test_a_forged_object_is_refused_not_used(a: Node, b: Node, url: str) -> None:
+    made = await a.load("x", {"data": content(7, 3 << 20)})
+    [layer] = made.layers
+    frames = Path(url, "blobs", hex_of(layer.blob or "") + ".z")
+    meta, table = Path(url, "metas", hex_of(layer.digest) + ".zst"), frames.with_suffix(".idx")
+    for path in (meta, table):
+        good = path.read_bytes()
+        path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+        with pytest.raises(ImageError):
+            await start_on(b, "x")
+        path.write_bytes(good)
+    assert await start_on(b, "x") == [True]
+    good = frames.read_bytes()
+    frames.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
+    with pytest.raises(ImageError, match="chunk 0"):
+        await b.images.pull("x", True, QUIET)
+    frames.write_bytes(good[:-1000])
+    with pytest.raises(ImageError, match="cut"):
+        await b.images.pull("x", True, QUIET)
+    assert await start_on(b, "x") == [True]
+    frames.write_bytes(good)
+    await b.images.pull("x", True, QUIET)
+    assert await start_on(b, "x") == [False]
+
+
+async def test_a_pull_that_broke_off_goes_on_where_it_was(tmp_path: Path, a: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.images.pulling.RANGE_BYTES", 1 << 20)
+    monkeypatch.setattr("dsec.images.pulling.RANGES_AT_ONCE", 1)
+    made = await a.load("x", {"data": content(8, 12 << 20)})
+
+    class Flaky(DirectoryBlobs):
+        left = 3
+        asked = 0
+
+        async def get_range(self, key: str, offset: int, length: int) -> bytes:
+            if self.left == 0:
+                raise Unavailable("cut")
+            self.left -= 1
+            self.asked += 1
+            return await super().get_range(key, offset, length)
+
+    store = Flaky(Path(url))
+    async with node(tmp_path / "c", store) as c:
+        with pytest.raises(Unavailable):
+            await c.images.pull("x", True, QUIET)
+    async with node(tmp_path / "c", store) as c:
+        store.left, store.asked = 1000, 0
+        await c.images.pull("x", True, QUIET)
+        chunks = made.layers[0].blob_bytes >> 20
+        assert 0 < store.asked <= chunks - 3 + 1
+        assert await start_on(c, "x") == [False]
+
+
+async def test_a_manifest_that_names_a_path_as_a_digest_is_refused(a: Node, b: Node, url: str) -> None:
+    await a.load("x", {"a": b"1"})
+    path = Path(url, manifest_key("x", 1))
+    path.write_bytes(path.read_bytes().replace(b'"digest":"sha256:', b'"digest":"../../../'))
+    with pytest.raises(ImageError, match="no digest"):
+        await b.images.find("x")
+
+
+# -- removing and gc
+
+
+async def test_an_image_in_use_on_another_node_is_not_removed(a: Node, b: Node) -> None:
+    made = await a.load("x", {"a": b"1"})
+    await start_on(b, "x")
+    with pytest.raises(Conflict, match="another node"):
+        await a.images.remove("x", ADMIN)
+    b.live.add(made.layers[0].digest)
+    with pytest.raises(Conflict, match="is in use"):
+        await b.images.remove("x", ADMIN)
+
+
+async def test_gc_takes_from_the_store_what_nothing_names(a: Node, b: Node, url: str) -> None:
+    kept = await a.load("kept", {"data": content(9, 1 << 20)})
+    gone = await a.load("gone", {"data": content(10, 1 << 20)})
+    await a.images.remove("gone", ADMIN)
+    await a.images.collect_garbage()
+    assert f"blobs/{hex_of(gone.layers[0].blob or '')}.z" in objects(url), "younger than the grace"
+    age(url)
+    removed = await a.images.collect_garbage()
+    assert removed > 500_000
+    [layer] = kept.layers
+    data = hex_of(layer.blob or "")
+    assert layers_in(objects(url)) == {f"metas/{hex_of(layer.digest)}.zst", f"blobs/{data}.z", f"blobs/{data}.idx"}
+    assert await start_on(b, "kept") == [True]
+
+
+async def test_gc_leaves_what_another_node_leases(tmp_path: Path, a: Node, b: Node, url: str) -> None:
+    made = await a.load("x", {"data": content(11, 1 << 20)})
+    await a.images.remove("x", ADMIN)
+    b.live.add(made.layers[0].digest)
+    store = open_blobs(url)
+    lease = Lease(store, lambda: {hex_of(made.layers[0].digest), hex_of(made.layers[0].blob or "")})
+    lease.node = "elsewhere"
+    await lease.refresh()
+    age(url)
+    assert await a.images.collect_garbage() < 500_000 + made.size
+    assert f"blobs/{hex_of(made.layers[0].blob or '')}.z" in objects(url)
+    lease_file = Path(url, "leases", "elsewhere.json")
+    lease_file.write_bytes(lease_file.read_bytes().replace(b'"at":', b'"at":-'))
+    await a.images.collect_garbage()
+    assert f"blobs/{hex_of(made.layers[0].blob or '')}.z" not in objects(url)
+
+
+async def test_what_comes_to_need_a_condemned_layer_waits_for_the_gc(a: Node, b: Node, url: str) -> None:
+    """The race that deletes data in stores without such a rule: gc has decided, an import finds the layer still there and skips it."""
+    await a.load("x", {"data": content(12, 1 << 20)})
+    await a.images.remove("x", ADMIN)
+    age(url)
+    store = open_blobs(url)
+    deleting, go_on = asyncio.Event(), asyncio.Event()
+    shared = a.images._sharing
+    assert shared is not None
+    delete = shared.gc._blobs.delete
+
+    async def slowly(keys: Sequence[str]) -> None:
+        if any(key.startswith("metas/") for key in keys):
+            deleting.set()
+            await go_on.wait()
+        await delete(keys)
+
+    shared.gc._blobs.delete = slowly  # type: ignore[method-assign]
+    collecting = asyncio.create_task(a.images.collect_garbage())
+    await deleting.wait()
+    loading = asyncio.create_task(b.load("y", {"data": content(12, 1 << 20)}))
+    await asyncio.sleep(1.5)
+    assert not loading.done()
+    go_on.set()
+    await collecting
+    made = await loading
+    [layer] = made.layers
+    assert await store.stat(f"blobs/{hex_of(layer.blob or '')}.z") is not None
+    assert await store.stat(f"metas/{hex_of(layer.digest)}.zst") is not None
+
+
+async def test_an_unreadable_lease_or_manifest_stops_gc(a: Node, url: str) -> None:
+    await a.load("x", {"a": b"1"})
+    await a.images.remove("x", ADMIN)
+    await a.load("y", {"a": b"2"})
+    age(url)
+    before = objects(url)
+    for path in (Path(url, "leases", "other.json"), Path(url, "images", "z", "1.json")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"{")
+        with pytest.raises(ImageError):
+            await a.images.collect_garbage()
+        path.unlink()
+    assert layers_in(objects(url)) == layers_in(before)
+
+
+async def test_a_gc_that_died_holds_others_up_for_ten_minutes_only(a: Node, url: str) -> None:
+    await a.load("x", {"a": b"1"})
+    await a.images.remove("x", ADMIN)
+    age(url)
+    Path(url, "gc.json").write_text(f'{{"node": "dead", "at": {time.time() - 60}, "digests": []}}')
+    with pytest.raises(Conflict, match="dead"):
+        await a.images.collect_garbage()
+    Path(url, "gc.json").write_text(f'{{"node": "dead", "at": {time.time() - 700}, "digests": []}}')
+    assert await a.images.collect_garbage() > 0
+    assert not Path(url, "gc.json").exists()
+
+
+async def test_a_restart_does_not_take_back_the_lease_of_live_sandboxes(tmp_path: Path, url: str, a: Node) -> None:
+    made = await a.load("x", {"a": b"1"})
+    async with node(tmp_path / "b", url) as b:
+        await start_on(b, "x")
+        name = (tmp_path / "b" / "images" / "node").read_text().strip()
+    async with node(tmp_path / "b", url):
+        assert (tmp_path / "b" / "images" / "node").read_text().strip() == name
+        with pytest.raises(Conflict):
+            await a.images.remove("x", ADMIN)
+    assert made
