@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,11 +62,11 @@ class Instance:
 
 
 @asynccontextmanager
-async def running(name: str, *, scratch_mb: int, parent: Path | None = None) -> AsyncIterator[Instance]:
+async def running(name: str, *, scratch_mb: int, parent: Path | None = None, options: Sequence[str] = ()) -> AsyncIterator[Instance]:
     """Starts an instance and ends it when the block is left, however that happens. Needs root.
 
     ``name`` (short, ``[a-z0-9-]``) goes into its directory's and its cgroup's name; ``scratch_mb`` is allocated for writable layers;
-    ``parent`` is where its directory is made (the system's temporary directory). Raises InstanceError if it doesn't answer in time. What is
+    ``parent`` is where its directory is made (the system's temporary directory); ``options`` are further ones of ``dsec up``. Raises InstanceError if it doesn't answer in time. What is
     raised within the block gets the end of the service's log as a note.
     """
     base = Path(tempfile.mkdtemp(prefix=f"dsec-{name}-", dir=parent))
@@ -78,7 +78,7 @@ async def running(name: str, *, scratch_mb: int, parent: Path | None = None) -> 
     )
     before = footprint.take(marks)
     try:
-        process = await _start(marks, scratch_mb)
+        process = await _start(marks, scratch_mb, options)
         try:
             config = await _answering(process, base)
             yield Instance(config.url, config.api_key or "", marks, before, base / "log", process)
@@ -91,7 +91,7 @@ async def running(name: str, *, scratch_mb: int, parent: Path | None = None) -> 
         shutil.rmtree(base, ignore_errors=True)
 
 
-async def _start(marks: footprint.Marks, scratch_mb: int) -> asyncio.subprocess.Process:
+async def _start(marks: footprint.Marks, scratch_mb: int, options: Sequence[str]) -> asyncio.subprocess.Process:
     base = marks.directory
     arguments = {
         "--state-dir": base / "state",
@@ -110,6 +110,7 @@ async def _start(marks: footprint.Marks, scratch_mb: int) -> asyncio.subprocess.
             "dsec.cli",
             "up",
             *(str(word) for pair in arguments.items() for word in pair),
+            *options,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,
