@@ -182,9 +182,12 @@ class Spawner:
         """The machine, its kernel's features and how full the scratch disk is."""
         return await self._verbs.call("hello", {}, NodeFacts)
 
-    async def layer_mount(self, meta: str, blob: str | None) -> None:
-        """Mount a layer, named by the sha256 (hex) of its metadata file; nothing happens if it is mounted. ``blob``: its data's sha256."""
-        await self._verbs.call("layer_mount", {"meta": meta, "blob": blob}, _Nothing)
+    async def layer_mount(self, meta: str, blob: str | None, *, lazy: bool = False) -> None:
+        """Mount a layer, named by the sha256 (hex) of its metadata file; nothing happens if it is mounted. ``blob``: its data's sha256.
+
+        ``lazy``: the data is read through blobfs, where it must be registered. Code ``unavailable`` where no blobfs serves the node.
+        """
+        await self._verbs.call("layer_mount", {"meta": meta, "blob": blob, "lazy": lazy}, _Nothing)
 
     async def layer_unmount(self, meta: str) -> None:
         """Unmount a layer. Code ``conflict`` while a sandbox uses it."""

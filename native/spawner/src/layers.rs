@@ -34,6 +34,10 @@ const DEVICES: &[(&str, u32, u32)] = &[
     ("tty", 5, 0),
 ];
 
+/// /dev/fuse: the kernel's Documentation/admin-guide/devices.txt.
+pub const FUSE_MAJOR: u32 = 10;
+pub const FUSE_MINOR: u32 = 229;
+
 /// Directories of /sys that sandboxes must not read.
 const MASKED: [&str; 2] = ["firmware", "devices/virtual/powercap"];
 
@@ -71,10 +75,31 @@ pub struct Layers {
 
 /// What those threads share.
 struct Pinned {
-    layers: Mutex<HashMap<String, Arc<OwnedFd>>>,
+    layers: Mutex<HashMap<String, Mounted>>,
     covers: Mutex<HashMap<covers::Key, Arc<Vec<CString>>>>,
     dev: OwnedFd,
     sys: OwnedFd,
+}
+
+/// One layer. Those whose data comes through blobfs are mounted apart, so that a later spawner knows them.
+struct Mounted {
+    handle: Arc<OwnedFd>,
+    place: PathBuf,
+}
+
+/// Where a layer's data blob is.
+pub enum Data {
+    None,
+    /// A file of the service's, whole.
+    File(File),
+    /// A file of blobfs'.
+    Lazy(File),
+}
+
+/// The mount that blobfs serves: the connection to the kernel and the root directory.
+pub struct BlobMount {
+    pub connection: OwnedFd,
+    pub root: OwnedFd,
 }
 
 /// Does the jobs as they come, as one of several.
@@ -94,6 +119,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Where things are in the pinned namespace.
 const LAYERS: &str = "/layers";
+const LAZY: &str = "/lazy";
+const BLOBS: &str = "/blobs";
+/// A node for /dev/fuse: the namespace has no other devices.
+const FUSE_DEVICE: &str = "/fuse";
 const SCRATCH: &str = "/scratch";
 const DEV: &str = "/dev";
 const SYS: &str = "/sys";
@@ -239,20 +268,52 @@ impl Layers {
             .map_err(|_| io::Error::other("the layers thread is gone"))?
     }
 
-    /// Mounts a layer once. `metadata` must be a file that nobody but root can change; `blob` may be anybody's: it is data only.
-    pub fn mount(&self, digest: String, metadata: File, blob: Option<File>) -> io::Result<()> {
-        self.ask(move |state| state.mount(digest, &metadata, blob.as_ref()))
+    /// Mounts a layer once. `metadata` must be a file that nobody but root can change; the data may be anybody's.
+    pub fn mount(&self, digest: String, metadata: File, data: Data) -> io::Result<()> {
+        self.ask(move |state| state.mount(digest, &metadata, &data))
     }
 
     pub fn unmount(&self, digest: String) -> io::Result<()> {
         self.ask(move |state| {
+            let removed = lock(&state.layers).remove(&digest);
+            removed.map_or(Ok(()), |layer| detach(&layer.place))
+        })
+    }
+
+    /// Whether a layer is mounted whose data comes through blobfs.
+    pub fn any_lazy(&self) -> io::Result<bool> {
+        self.ask(|state| Ok(lock(&state.layers).values().any(Mounted::is_lazy)))
+    }
+
+    /// Mounts a new filesystem for blobfs.
+    pub fn mount_blobs(&self) -> io::Result<BlobMount> {
+        self.ask(|_| mount_blobs())
+    }
+
+    /// The root directory of the one that is mounted, and the number of its connection, if there is one.
+    pub fn find_blobs(&self) -> io::Result<Option<(OwnedFd, u32)>> {
+        self.ask(|_| match blobs_connection()? {
+            Some(number) => Ok(Some((point(Path::new(BLOBS))?, number))),
+            None => Ok(None),
+        })
+    }
+
+    /// Aborts what blobfs served: whoever waits for a read gets EIO. The layers over it are mounted no more; sandboxes that have them keep what
+    /// is in memory.
+    pub fn abort_blobs(&self) -> io::Result<()> {
+        self.ask(|state| {
             let mut layers = lock(&state.layers);
-            if layers.remove(&digest).is_some() {
-                let point = format!("{LAYERS}/{digest}");
-                sysapi::unmount(&text(&point)?, libc::MNT_DETACH)?;
-                std::fs::remove_dir(point)?;
+            let dead: Vec<String> = layers
+                .iter()
+                .filter(|(_, layer)| layer.is_lazy())
+                .map(|(digest, _)| digest.clone())
+                .collect();
+            if blobs_connection()?.is_some() {
+                sysapi::unmount(&text(BLOBS)?, libc::MNT_FORCE | libc::MNT_DETACH)?;
             }
-            Ok(())
+            dead.into_iter()
+                .filter_map(|digest| layers.remove(&digest))
+                .try_for_each(|layer| detach(&layer.place))
         })
     }
 
@@ -400,13 +461,73 @@ fn make_sys() -> io::Result<()> {
     Ok(())
 }
 
+impl Mounted {
+    fn is_lazy(&self) -> bool {
+        self.place.starts_with(LAZY)
+    }
+}
+
+fn detach(place: &Path) -> io::Result<()> {
+    sysapi::unmount(&text(place)?, libc::MNT_DETACH)?;
+    std::fs::remove_dir(place)
+}
+
+/// Mounts FUSE read-only, for root only: files in it are passed on by descriptor.
+fn mount_blobs() -> io::Result<BlobMount> {
+    let device = text(FUSE_DEVICE)?;
+    if !Path::new(FUSE_DEVICE).exists() {
+        // SAFETY: the path is NUL-terminated and outlives the call.
+        sysapi::check(libc::c_long::from(unsafe {
+            libc::mknod(
+                device.as_ptr(),
+                libc::S_IFCHR | 0o600,
+                libc::makedev(FUSE_MAJOR, FUSE_MINOR),
+            )
+        }))?;
+    }
+    let connection = sysapi::open_at(libc::AT_FDCWD, &device, libc::O_RDWR)?;
+    let context = FsContext::open(c"fuse")?;
+    context.set(c"source", c"dsec-blobs")?;
+    context.set(c"fd", &text(connection.as_raw_fd().to_string())?)?;
+    for (key, value) in [
+        (c"rootmode", c"40555"),
+        (c"user_id", c"0"),
+        (c"group_id", c"0"),
+    ] {
+        context.set(key, value)?;
+    }
+    let attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC;
+    let mount = named("mounting FUSE", context.mount(attributes))?;
+    std::fs::create_dir_all(BLOBS)?;
+    attach_mount(mount.as_raw_fd(), &text(BLOBS)?)?;
+    Ok(BlobMount {
+        connection,
+        root: point(Path::new(BLOBS))?,
+    })
+}
+
+/// The number of the connection behind [`BLOBS`]: its device's minor number. None: nothing is mounted there.
+fn blobs_connection() -> io::Result<Option<u32>> {
+    let mounts = std::fs::read_to_string("/proc/thread-self/mountinfo")?;
+    Ok(mounts.lines().find_map(|line| {
+        let mut fields = line.split(' ').skip(2);
+        let device = fields.next()?;
+        (fields.nth(1)? == BLOBS).then(|| device.split_once(':')?.1.parse().ok())?
+    }))
+}
+
 impl Pinned {
     /// Finds what is mounted in the namespace already.
     fn recover() -> io::Result<Self> {
         let mut layers = HashMap::new();
-        for entry in std::fs::read_dir(LAYERS)?.flatten() {
-            let digest = entry.file_name().to_string_lossy().into_owned();
-            layers.insert(digest, Arc::new(point(&entry.path())?));
+        for directory in [LAYERS, LAZY] {
+            std::fs::create_dir_all(directory)?;
+            for entry in std::fs::read_dir(directory)?.flatten() {
+                let digest = entry.file_name().to_string_lossy().into_owned();
+                let place = entry.path();
+                let handle = Arc::new(point(&place)?);
+                layers.insert(digest, Mounted { handle, place });
+            }
         }
         Ok(Pinned {
             layers: Mutex::new(layers),
@@ -416,7 +537,7 @@ impl Pinned {
         })
     }
 
-    fn mount(&self, digest: String, metadata: &File, blob: Option<&File>) -> io::Result<()> {
+    fn mount(&self, digest: String, metadata: &File, data: &Data) -> io::Result<()> {
         let mut layers = lock(&self.layers);
         if layers.contains_key(&digest) {
             return Ok(());
@@ -424,9 +545,19 @@ impl Pinned {
         let context = FsContext::open(c"erofs")?;
         let by_descriptor = |file: &File| text(format!("/proc/self/fd/{}", file.as_raw_fd()));
         context.set(c"source", &by_descriptor(metadata)?)?;
-        if let Some(blob) = blob {
-            context.set(c"device", &by_descriptor(blob)?)?;
-        }
+        let directory = match data {
+            Data::None => LAYERS,
+            Data::File(blob) => {
+                context.set(c"device", &by_descriptor(blob)?)?;
+                LAYERS
+            }
+            Data::Lazy(blob) => {
+                context.set(c"device", &by_descriptor(blob)?)?;
+                // A buffered read that is cut short (its reader was killed while it waited) would be filled up with zeros, for everybody.
+                context.set_flag(c"directio")?;
+                LAZY
+            }
+        };
         let mount = context
             .mount(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV)
             .map_err(|error| {
@@ -435,11 +566,12 @@ impl Pinned {
                     format!("mounting the layer: {error}; {}", context.log()),
                 )
             })?;
-        let place = PathBuf::from(format!("{LAYERS}/{digest}"));
+        let place = Path::new(directory).join(&digest);
         std::fs::create_dir(&place)?;
         attach_mount(mount.as_raw_fd(), &text(&place)?)
             .inspect_err(|_| drop(std::fs::remove_dir(&place)))?;
-        layers.insert(digest, Arc::new(point(&place)?));
+        let handle = Arc::new(point(&place)?);
+        layers.insert(digest, Mounted { handle, place });
         Ok(())
     }
 
@@ -473,7 +605,10 @@ impl Pinned {
         // A detached mount lasts as long as its descriptor: these must outlive the creation of the overlay.
         let mut mapped_layers = Vec::with_capacity(spec.layers.len());
         for digest in &spec.layers {
-            let layer = lock(&self.layers).get(digest).cloned().ok_or_else(|| {
+            let layer = lock(&self.layers)
+                .get(digest)
+                .map(|layer| layer.handle.clone());
+            let layer = layer.ok_or_else(|| {
                 io::Error::new(
                     io::ErrorKind::NotFound,
                     format!("layer {digest} is not mounted"),

@@ -8,6 +8,7 @@ mod create;
 mod denials;
 mod doctor;
 mod endings;
+mod fuse;
 mod kill;
 mod layers;
 mod node;

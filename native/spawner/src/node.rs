@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 
 use crate::cgroup::Cgroups;
 use crate::child::MASKS;
-use crate::layers::{self, Layers};
+use crate::fuse::Fuse;
+use crate::layers::{self, Data, Layers};
 use crate::options::Options;
 use crate::scratch::{self, Scratch};
 use crate::sysapi;
@@ -19,6 +20,7 @@ pub struct Node {
     pub cgroups: Cgroups,
     pub scratch: Scratch,
     pub layers: Layers,
+    pub fuse: Fuse,
     /// `<run>/c`
     pub sockets: OwnedFd,
     /// chronus, to be exec'd by descriptor.
@@ -108,15 +110,13 @@ impl Node {
         directory(&run.join("bin"), 0o755)?;
         sockets_in_memory(&run.join("c"))?;
         directory(&options.state_dir.join("scratch"), 0o700)?;
-        let blobs = options.state_dir.join("images/blobs");
-        if !blobs.exists() {
-            std::fs::create_dir_all(&blobs)?;
-            for path in [blobs.parent().unwrap_or(&blobs), &blobs] {
-                std::os::unix::fs::chown(
-                    path,
-                    Some(options.service_uid),
-                    Some(options.service_uid),
-                )?;
+        let [images, blobs, cache] =
+            ["images", "images/blobs", "blobfs"].map(|name| options.state_dir.join(name));
+        for path in [&images, &blobs, &cache] {
+            if !path.exists() {
+                std::fs::create_dir_all(path)?;
+                let service = Some(options.service_uid);
+                std::os::unix::fs::chown(path, service, service)?;
             }
         }
         let chronus = install_chronus(&options.chronus, &run.join("bin/chronus"))?;
@@ -135,6 +135,7 @@ impl Node {
             )
         })?;
         let cgroups = named("control groups", Cgroups::open(&options.cgroup))?;
+        let fuse = named("the blobs' filesystem", Fuse::open(layers.clone()))?;
         Ok(Node {
             cgroups,
             scratch: named(
@@ -142,6 +143,7 @@ impl Node {
                 Scratch::open(scratch_root),
             )?,
             layers,
+            fuse,
             sockets: open_directory(&run.join("c"))?,
             chronus,
             null: File::options().read(true).write(true).open("/dev/null")?,
@@ -158,8 +160,9 @@ impl Node {
         })
     }
 
-    /// Mounts a layer whose blobs the service has stored. The service is not trusted: metadata is copied and checked, data must be its own plain file.
-    pub fn mount_layer(&self, meta: &str, blob: Option<&str>) -> io::Result<()> {
+    /// Mounts a layer whose blobs the service has stored. The service is not trusted: metadata is copied and checked, data must be its own plain file,
+    /// or (`lazy`) one that blobfs shows; that waits for blobfs.
+    pub fn mount_layer(&self, meta: &str, blob: Option<&str>, lazy: bool) -> io::Result<()> {
         let below = |dir: &OwnedFd, name: &str| {
             PathBuf::from(format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()))
         };
@@ -168,9 +171,11 @@ impl Node {
             &below(&self.metadata, meta),
             meta,
         )?;
-        let data = blob
-            .map(|digest| self.service_file(&below(&self.blobs, digest), digest))
-            .transpose()?;
+        let data = match blob {
+            None => Data::None,
+            Some(digest) if lazy => Data::Lazy(self.fuse.file(digest)?),
+            Some(digest) => Data::File(self.service_file(&below(&self.blobs, digest), digest)?),
+        };
         self.layers.mount(meta.to_owned(), metadata, data)
     }
 

@@ -11,6 +11,9 @@ const DEFAULT_SERVICE_UID: u32 = 64_913;
 const DEFAULT_SCRATCH_MB: u64 = 16 * 1024;
 /// mkfs.btrfs refuses less than about 110 MiB; below this a handful of sandboxes fill it.
 const MIN_SCRATCH_MB: u64 = 256;
+/// Chunks of blobs that are kept, unless told otherwise; blobfs refuses less than the minimum.
+const DEFAULT_CACHE_BYTES: u64 = 16 << 30;
+const MIN_CACHE_BYTES: u64 = 1 << 20;
 /// Bytes of the run directory's path: the sockets below it must fit into the 108 of sun_path.
 const MAX_RUN_DIR_BYTES: usize = 80;
 const MAX_CGROUP_BYTES: usize = 40;
@@ -25,7 +28,8 @@ dsec-spawner: every privileged act of the service, behind one socket
   dsec-spawner serve [OPTION...]
       The daemon: answers the service on RUN/spawner.sock. SIGTERM ends it and leaves sandboxes alone.
   dsec-spawner supervise --code DIR [OPTION...] -- PROGRAM [ARGUMENT...]
-      Starts the daemon and PROGRAM (the service, as the service uid, without any privilege) and starts either again when it dies.
+      Starts the daemon and, as the service uid and without any privilege, PROGRAM (the service), blobfs and the fetcher if there
+      is one; each is started again when it dies.
       SIGINT stops the service, ends every sandbox and removes all that was made; a second one hastens. SIGTERM stops the
       processes and leaves sandboxes for the next start.
   dsec-spawner sweep [OPTION...]
@@ -41,6 +45,9 @@ dsec-spawner: every privileged act of the service, behind one socket
   --scratch-mb N       MiB allocated for writable layers when there are none yet (16384)
   --chronus FILE       the agent's program (chronus beside this program)
   --code DIR           supervise: the directory that the service's code is read from
+  --blobfs FILE        supervise: the program that serves blobs (dsec-blobfs beside this program)
+  --cache-bytes N      supervise: how many bytes of blobs blobfs keeps (17179869184)
+  --fetcher WORD       supervise: one word of the command that fetches for blobfs; repeated for each word
 ";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,6 +75,12 @@ pub struct Options {
     pub chronus: PathBuf,
     /// Where the service's code is; empty but for `supervise`.
     pub code: PathBuf,
+    /// The program that serves blobs.
+    pub blobfs: PathBuf,
+    /// What it may keep.
+    pub cache_bytes: u64,
+    /// The fetcher's command; empty: there is none.
+    pub fetcher: Vec<OsString>,
     /// What stands after `--`: the service's command.
     pub argv: Vec<OsString>,
 }
@@ -83,11 +96,14 @@ impl Options {
             scratch_mb: DEFAULT_SCRATCH_MB,
             chronus: beside_this_program("chronus"),
             code: PathBuf::new(),
+            blobfs: beside_this_program("dsec-blobfs"),
+            cache_bytes: DEFAULT_CACHE_BYTES,
+            fetcher: Vec::new(),
             argv: Vec::new(),
         }
     }
 
-    /// The arguments that make another process of this program see the same instance (without `code` and `argv`).
+    /// The arguments that make another process of this program see the same instance (without what only `supervise` needs).
     pub fn to_args(&self) -> Vec<OsString> {
         let pairs: [(&str, OsString); 7] = [
             ("--run-dir", self.run_dir.clone().into()),
@@ -118,6 +134,11 @@ impl Options {
             }
             "--chronus" => self.chronus = absolute(name, value)?,
             "--code" => self.code = absolute(name, value)?,
+            "--blobfs" => self.blobfs = absolute(name, value)?,
+            "--cache-bytes" => {
+                self.cache_bytes = number(name, &value, MIN_CACHE_BYTES, u64::MAX >> 2)?
+            }
+            "--fetcher" => self.fetcher.push(value),
             _ => {
                 return Err(format!(
                     "{name} is no option of dsec-spawner; --help lists them"
@@ -203,8 +224,8 @@ fn check_command(command: Command, options: &Options) -> Result<(), String> {
         if options.argv.is_empty() {
             return Err("supervise needs the service's command after --".to_owned());
         }
-    } else if !options.argv.is_empty() {
-        return Err("only supervise takes a command after --".to_owned());
+    } else if !options.argv.is_empty() || !options.fetcher.is_empty() {
+        return Err("only supervise takes a command after --, or a fetcher".to_owned());
     }
     if options.run_dir == options.state_dir {
         return Err("--run-dir and --state-dir must not be the same directory".to_owned());
@@ -305,6 +326,21 @@ mod tests {
         assert_eq!(command, Command::Supervise);
         assert_eq!(options.argv, ["python", "--run-dir", "--", "x"]);
         assert_eq!(options.run_dir, Path::new("/run/dsec"));
+    }
+
+    #[test]
+    fn the_fetchers_command_comes_word_by_word() {
+        let words = [
+            "--fetcher",
+            "python",
+            "--fetcher=-m",
+            "--fetcher",
+            "--store",
+        ];
+        let args = [&["supervise", "--code", "/c"], &words[..], &["--", "x"]].concat();
+        let (_, options) = accepted(&args);
+        assert_eq!(options.fetcher, ["python", "-m", "--store"]);
+        assert!(parsed(&["serve", "--fetcher", "python"]).is_err());
     }
 
     #[test]

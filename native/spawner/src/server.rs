@@ -1,11 +1,13 @@
 //! The daemon: one socket for the service, threads that create, threads that end, and one that watches for deaths.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{mpsc, Arc, Mutex, PoisonError};
+
+use wire::passing;
 
 use crate::create::{self, Creator, Spec};
 use crate::denials::Denials;
@@ -33,15 +35,18 @@ struct Peer(Arc<Mutex<UnixStream>>);
 
 impl Peer {
     fn send(&self, body: &[u8]) {
-        let mut frame = Vec::with_capacity(body.len() + 4);
-        frame.extend((body.len() as u32).to_be_bytes());
-        frame.extend(body);
+        self.send_with(body, None);
+    }
+
+    fn send_with(&self, body: &[u8], descriptor: Option<RawFd>) {
+        let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // A peer that is gone gets nothing; it asks again when it is back.
-        let _ = self
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .write_all(&frame);
+        let _ = passing::send_frame(&*stream, body, descriptor);
+    }
+
+    /// Tells it from all others that live.
+    fn key(&self) -> usize {
+        Arc::as_ptr(&self.0).addr()
     }
 }
 
@@ -53,6 +58,8 @@ struct Server {
     creates: Mutex<mpsc::Sender<(Peer, u64, Box<Spec>)>>,
     ends: Mutex<mpsc::Sender<(Peer, u64, String, bool)>>,
     others: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    /// What may have to wait for blobfs.
+    lazy: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
     endings: Endings,
     denials: Denials,
     watch: OwnedFd,
@@ -81,6 +88,7 @@ pub fn run(options: &Options) -> io::Result<()> {
     let (creates, to_create) = mpsc::channel();
     let (ends, to_end) = mpsc::channel();
     let (others, to_do) = mpsc::channel();
+    let (lazy, to_do_lazily) = mpsc::channel();
     let server = Arc::new(Server {
         node,
         registry: Registry::default(),
@@ -89,6 +97,7 @@ pub fn run(options: &Options) -> io::Result<()> {
         creates: Mutex::new(creates),
         ends: Mutex::new(ends),
         others: Mutex::new(others),
+        lazy: Mutex::new(lazy),
         endings: Endings::default(),
         denials: Denials::new(epoll()?),
         watch: epoll()?,
@@ -135,11 +144,20 @@ pub fn run(options: &Options) -> io::Result<()> {
             }
         }
     })?;
-    let other = server.clone();
-    start("other", move || {
-        while let Ok((peer, id, verb)) = to_do.recv() {
-            peer.send(&other.other(id, verb));
-        }
+    for (name, to_do) in [("other", to_do), ("lazy", to_do_lazily)] {
+        let other = server.clone();
+        start(name, move || {
+            while let Ok((peer, id, verb)) = to_do.recv() {
+                peer.send(&other.other(id, verb));
+            }
+        })?;
+    }
+    let guard = server.clone();
+    start("blobs", move || {
+        guard
+            .node
+            .fuse
+            .guard(|| guard.tell_all(&verbs::blobs_aborted()))
     })?;
     let refuser = server.clone();
     start("deny", move || {
@@ -235,12 +253,15 @@ fn code_of(error: &io::Error) -> &'static str {
         io::ErrorKind::InvalidData => "invalid_layer",
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "no_space",
         io::ErrorKind::TimedOut => "timeout",
+        io::ErrorKind::AlreadyExists => "conflict",
+        io::ErrorKind::NotConnected => "unavailable",
+        io::ErrorKind::Unsupported => "unsupported",
         _ => "failed",
     }
 }
 
 impl Server {
-    fn serve(&self, mut stream: UnixStream) {
+    fn serve(&self, stream: UnixStream) {
         // Only the service (and root, for whom nothing is closed) may ask.
         if !peer_uid(&stream).is_ok_and(|uid| uid == self.node.service_uid || uid == 0) {
             return;
@@ -253,15 +274,11 @@ impl Server {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .push(peer.clone());
-        let mut length = [0; 4];
-        while stream.read_exact(&mut length).is_ok() {
-            let length = u32::from_be_bytes(length);
-            let mut frame = vec![0; length.min(MAX_REQUEST) as usize];
-            if length > MAX_REQUEST || stream.read_exact(&mut frame).is_err() {
-                break;
-            }
+        while let Ok(Some((frame, descriptor))) = passing::receive_frame(&stream, MAX_REQUEST) {
             let (id, verb) = verbs::parse(&frame);
             match verb {
+                Ok(Verb::FuseTake) => self.fuse_take(&peer, id),
+                Ok(Verb::FuseGive) => peer.send(&self.fuse_give(&peer, id, descriptor)),
                 Ok(verb) => self.dispatch(&peer, id, verb),
                 Err(verbs::Bad(name)) => peer.send(&verbs::error(
                     id,
@@ -274,6 +291,27 @@ impl Server {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|one| !Arc::ptr_eq(&one.0, &peer.0));
+        self.node.fuse.left(peer.key());
+    }
+
+    fn fuse_take(&self, peer: &Peer, id: u64) {
+        match self.node.fuse.take(peer.key()) {
+            Ok(taken) => {
+                let answer = verbs::taken(id, taken.fresh);
+                peer.send_with(&answer, Some(taken.connection.as_raw_fd()));
+            }
+            Err(error) => peer.send(&verbs::error(id, code_of(&error), &error.to_string())),
+        }
+    }
+
+    fn fuse_give(&self, peer: &Peer, id: u64, descriptor: Option<OwnedFd>) -> Vec<u8> {
+        let Some(descriptor) = descriptor else {
+            return verbs::error(id, "invalid_argument", "no descriptor came with fuse_give");
+        };
+        match self.node.fuse.give(peer.key(), descriptor) {
+            Ok(()) => verbs::done(id),
+            Err(error) => verbs::error(id, code_of(&error), &error.to_string()),
+        }
     }
 
     fn dispatch(&self, peer: &Peer, id: u64, verb: Verb) {
@@ -295,12 +333,15 @@ impl Server {
                 .unwrap_or_else(PoisonError::into_inner)
                 .send((peer, id, sandbox, keep_scratch))
                 .is_ok(),
-            verb => self
-                .others
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .send((peer, id, verb))
-                .is_ok(),
+            verb => if matches!(verb, Verb::LayerMount { lazy: true, .. }) {
+                &self.lazy
+            } else {
+                &self.others
+            }
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .send((peer, id, verb))
+            .is_ok(),
         };
     }
 
@@ -357,9 +398,9 @@ impl Server {
     fn other(&self, id: u64, verb: Verb) -> Vec<u8> {
         let result = match verb {
             Verb::Hello => Ok(self.hello(id)),
-            Verb::LayerMount { meta, blob } => self
+            Verb::LayerMount { meta, blob, lazy } => self
                 .node
-                .mount_layer(&meta, blob.as_deref())
+                .mount_layer(&meta, blob.as_deref(), lazy)
                 .map(|()| verbs::done(id)),
             Verb::LayerUnmount { meta } => self.node.unmount_layer(&meta).map(|()| verbs::done(id)),
             Verb::Layers => self
@@ -391,8 +432,8 @@ impl Server {
                 .scratch
                 .diff(&sandbox, limit as usize)
                 .map(|changes| verbs::diff(id, &changes)),
-            Verb::Create(_) | Verb::Kill { .. } => {
-                Err(io::Error::other("this verb has threads of its own"))
+            Verb::Create(_) | Verb::Kill { .. } | Verb::FuseTake | Verb::FuseGive => {
+                Err(io::Error::other("this verb is done elsewhere"))
             }
         };
         result.unwrap_or_else(|error| verbs::error(id, code_of(&error), &error.to_string()))

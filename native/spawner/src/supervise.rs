@@ -1,4 +1,4 @@
-//! The parent of the spawner and of the service: starts both, starts again what dies, and takes the instance down.
+//! The parent of the spawner, the service, blobfs and the fetcher: starts them, starts again what dies, and takes the instance down.
 
 mod backoff;
 mod child;
@@ -6,9 +6,11 @@ mod directories;
 mod service;
 mod signals;
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -21,13 +23,15 @@ use signals::Signals;
 const SERVICE_PATIENCE: Duration = Duration::from_secs(20);
 /// The daemon has nothing to finish: what it is in the midst of, its next start or the sweep finds by name.
 const SPAWNER_PATIENCE: Duration = Duration::from_secs(5);
+/// Likewise: blobfs checks what it finds, and a fetcher's requests are asked again.
+const COMPANION_PATIENCE: Duration = Duration::from_secs(5);
 /// How often a start is looked at: no event says "listens now".
 const START_POLL: Duration = Duration::from_millis(20);
 
 /// Runs the instance until it is told to end. Returns the exit status.
 ///
 /// SIGINT ends the service, then everything that the instance has in the kernel; a second one waits for nothing. SIGTERM and SIGHUP end the
-/// two processes and leave the rest for the next start.
+/// processes and leave the rest for the next start.
 ///
 /// # Errors
 /// The instance can't be brought up (then nothing runs), or something of it can't be removed.
@@ -46,6 +50,7 @@ pub fn run(options: &Options) -> Result<i32, String> {
         signals,
         spawner: Child::whose_children_stay("the spawner"),
         service: Child::with_its_group("the service"),
+        companions: companions(options),
         stage: Stage::Spawner,
         ending: Ending::Leave,
     };
@@ -87,12 +92,45 @@ struct Supervisor<'a> {
     signals: Signals,
     spawner: Child,
     service: Child,
+    /// What the service works with.
+    companions: Vec<Companion>,
     stage: Stage,
     ending: Ending,
 }
 
+/// A process of the service's user beside the service. Nobody waits for it at the start: its absence is told by whoever needs it.
+struct Companion {
+    child: Child,
+    argv: Vec<OsString>,
+}
+
+fn companions(options: &Options) -> Vec<Companion> {
+    let mut companions = Vec::new();
+    if Path::new("/dev/fuse").exists() {
+        let mut argv: Vec<OsString> = vec![options.blobfs.clone().into()];
+        for (name, value) in [
+            ("--run-dir", options.run_dir.clone().into()),
+            ("--state-dir", options.state_dir.clone().into()),
+            ("--cache-bytes", options.cache_bytes.to_string().into()),
+        ] {
+            argv.extend([OsString::from(name), value]);
+        }
+        companions.push(Companion {
+            child: Child::with_its_group("blobfs"),
+            argv,
+        });
+    }
+    if !options.fetcher.is_empty() {
+        companions.push(Companion {
+            child: Child::with_its_group("the fetcher"),
+            argv: options.fetcher.clone(),
+        });
+    }
+    companions
+}
+
 impl Supervisor<'_> {
-    /// Keeps both alive until a signal says how to end.
+    /// Keeps all alive until a signal says how to end.
     fn supervise(&mut self) -> Result<(), String> {
         loop {
             self.start_what_is_due()?;
@@ -118,9 +156,21 @@ impl Supervisor<'_> {
                 Err(reason) => self.spawner.start_again(&reason),
             }
         }
-        if self.stage != Stage::Spawner && self.service.is_due(now) {
+        if self.stage == Stage::Spawner {
+            return Ok(());
+        }
+        for Companion { child, argv } in &mut self.companions {
+            if child.is_due(now) {
+                directories::share_run(&self.options.run_dir, self.gid)?;
+                match service::start(self.options, argv, self.gid, &self.lock) {
+                    Ok(pid) => child.started(pid, now),
+                    Err(reason) => child.start_again(&reason),
+                }
+            }
+        }
+        if self.service.is_due(now) {
             directories::share_run(&self.options.run_dir, self.gid)?;
-            match service::start(self.options, self.gid, &self.lock) {
+            match service::start(self.options, &self.options.argv, self.gid, &self.lock) {
                 Ok(pid) => self.service.started(pid, now),
                 Err(reason) if self.stage == Stage::Service => return Err(reason),
                 // The code may just be being replaced.
@@ -147,8 +197,9 @@ impl Supervisor<'_> {
         if self.stage != Stage::Up {
             return Some(START_POLL);
         }
-        let due = [self.spawner.due_at(), self.service.due_at()];
-        let next = due.into_iter().flatten().min()?;
+        let companions = self.companions.iter().map(|one| &one.child);
+        let all = companions.chain([&self.spawner, &self.service]);
+        let next = all.filter_map(Child::due_at).min()?;
         Some(next.saturating_duration_since(Instant::now()))
     }
 
@@ -170,15 +221,25 @@ impl Supervisor<'_> {
             }
             self.service.start_again(&what);
         }
+        for Companion { child, .. } in &mut self.companions {
+            if let Some(what) = child.collect()? {
+                child.start_again(&what);
+            }
+        }
         Ok(())
     }
 
-    /// Ends both processes, the service first; then, if wanted, all that the instance has in the kernel. Returns the exit status.
+    /// Ends all processes, the service first and the spawner last; then, if wanted, all that the instance has in the kernel. Returns the exit status.
     fn take_down(&mut self) -> Result<i32, String> {
         self.end(|it| &mut it.service, SERVICE_PATIENCE)?;
+        for index in 0..self.companions.len() {
+            self.end(|it| &mut it.companions[index].child, COMPANION_PATIENCE)?;
+        }
         self.end(|it| &mut it.spawner, SPAWNER_PATIENCE)?;
         let run = &self.options.run_dir;
-        remove_file(&run.join("ready"))?;
+        for name in ["ready", "blobfs.sock", "fetch.sock"] {
+            remove_file(&run.join(name))?;
+        }
         remove_directory(&run.join("app"))?;
         let status = match self.ending {
             Ending::Leave => 0,
@@ -209,6 +270,9 @@ impl Supervisor<'_> {
                 Some(libc::SIGCHLD) => {
                     self.service.collect()?;
                     self.spawner.collect()?;
+                    for Companion { child, .. } in &mut self.companions {
+                        child.collect()?;
+                    }
                 }
                 _ => {}
             }

@@ -46,7 +46,13 @@ fn remove_all(options: &Options) -> io::Result<()> {
     for directory in ["c", "meta", "bin", "stage"] {
         remove(&options.run_dir.join(directory))?;
     }
-    for file in ["spawner.sock", "layers.ns", "ready"] {
+    for file in [
+        "spawner.sock",
+        "blobfs.sock",
+        "fetch.sock",
+        "layers.ns",
+        "ready",
+    ] {
         remove(&options.run_dir.join(file))?;
     }
     remove(&options.state_dir.join("scratch"))

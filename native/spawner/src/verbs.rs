@@ -25,11 +25,14 @@ pub enum Verb {
     LayerMount {
         meta: String,
         blob: Option<String>,
+        lazy: bool,
     },
     LayerUnmount {
         meta: String,
     },
     Layers,
+    FuseTake,
+    FuseGive,
     Create(Box<Spec>),
     Kill {
         sandbox: String,
@@ -171,11 +174,14 @@ fn verb(map: &Value) -> Result<Verb, Bad> {
                 Value::Nil => None,
                 value => Some(digest("blob", value)?),
             },
+            lazy: flag("lazy", map.get("lazy"))?,
         },
         "layer_unmount" => Verb::LayerUnmount {
             meta: digest("meta", map.get("meta"))?,
         },
         "layers" => Verb::Layers,
+        "fuse_take" => Verb::FuseTake,
+        "fuse_give" => Verb::FuseGive,
         "create" => Verb::Create(Box::new(spec(map)?)),
         "kill" => Verb::Kill {
             sandbox: sandbox(map.get("sandbox"))?,
@@ -307,6 +313,10 @@ pub fn layers(id: u64, digests: &[String]) -> Vec<u8> {
         .finish()
 }
 
+pub fn taken(id: u64, fresh: bool) -> Vec<u8> {
+    answer(id, 1).text("fresh").boolean(fresh).finish()
+}
+
 pub fn usage(id: u64, disk: &[(String, u64)]) -> Vec<u8> {
     disk.iter()
         .fold(
@@ -363,6 +373,14 @@ pub fn diff(id: u64, changes: &[Change]) -> Vec<u8> {
             .unsigned(change.size);
     }
     out.finish()
+}
+
+pub fn blobs_aborted() -> Vec<u8> {
+    Writer::new()
+        .map(1)
+        .text("event")
+        .text("blobs_aborted")
+        .finish()
 }
 
 pub fn exited(sandbox: &str, status: i32) -> Vec<u8> {

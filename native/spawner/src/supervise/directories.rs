@@ -18,11 +18,13 @@ const RUN_MODE: u32 = 0o1775;
 const STATE_MODE: u32 = 0o1770;
 
 /// Names in a run directory that a run of ours leaves behind, or that `dsec up` writes before it starts us.
-const RUN_NAMES: [&str; 12] = [
+const RUN_NAMES: [&str; 14] = [
     "app",
     "bin",
+    "blobfs.sock",
     "c",
     "client.json",
+    "fetch.sock",
     "layers.ns",
     "lock",
     "meta",
@@ -33,7 +35,8 @@ const RUN_NAMES: [&str; 12] = [
     "up.json",
 ];
 /// Likewise in a state directory.
-const STATE_NAMES: [&str; 6] = [
+const STATE_NAMES: [&str; 7] = [
+    "blobfs",
     "dsec.log",
     "images",
     "journal.sqlite",
@@ -61,11 +64,12 @@ pub fn share_run(run: &Path, gid: u32) -> Result<(), String> {
     claim(&open_directory(run)?, RUN_MODE, (0, gid)).map_err(failed)
 }
 
-/// Makes `<state>`, `<state>/scratch` (root's) and `<state>/images` (the service's).
+/// Makes `<state>`, `<state>/scratch` (root's), `<state>/images` and `<state>/blobfs` (the service's).
 pub fn prepare_state(state: &Path, service: (u32, u32)) -> Result<(), String> {
     prepare(state, STATE_MODE, service.1, &STATE_NAMES)?;
     own_directory(&state.join("scratch"), 0o700, (0, 0))?;
-    own_directory(&state.join("images"), 0o700, service)
+    own_directory(&state.join("images"), 0o700, service)?;
+    own_directory(&state.join("blobfs"), 0o700, service)
 }
 
 /// Takes the lock that says that a supervisor, or a service that outlived one, is at work in `run`. It is held as long as the file, or a

@@ -1,4 +1,4 @@
-//! The service's process: the service uid, no privilege at all, and a read-only view of its code.
+//! Processes of the service's user: no privilege at all, and a read-only view of the code. The service is one of them.
 
 use std::ffi::{CStr, CString, OsStr, OsString};
 use std::io;
@@ -52,21 +52,23 @@ struct Descent {
     supervisor: libc::pid_t,
 }
 
-/// Starts the service and returns its pid, which is also its process group.
+/// Starts a process with this command and returns its pid, which is also its process group.
 ///
 /// # Errors
 /// Its program can't be executed, or one of the steps before failed (its name is on stderr).
-pub fn start(options: &Options, gid: u32, lock: &impl AsRawFd) -> Result<libc::pid_t, String> {
+pub fn start(
+    options: &Options,
+    argv: &[OsString],
+    gid: u32,
+    lock: &impl AsRawFd,
+) -> Result<libc::pid_t, String> {
     let app = options.run_dir.join("app");
     let view = View {
         code: &options.code,
         app: &app,
         apart: [&options.run_dir, &options.state_dir],
     };
-    let (program, arguments) = options
-        .argv
-        .split_first()
-        .ok_or("no command for the service")?;
+    let (program, arguments) = argv.split_first().ok_or("an empty command")?;
     let descent = Descent {
         uid: options.service_uid,
         gid,
@@ -89,12 +91,9 @@ pub fn start(options: &Options, gid: u32, lock: &impl AsRawFd) -> Result<libc::p
         .stdin(Stdio::null());
     // SAFETY: between fork and exec the closure makes system calls only, and on failure one write to stderr.
     unsafe { command.pre_exec(move || descend(&descent)) };
-    let child = command.spawn().map_err(|error| {
-        format!(
-            "the service can't be started ({}): {error}",
-            program.to_string_lossy()
-        )
-    })?;
+    let child = command
+        .spawn()
+        .map_err(|error| format!("{} can't be started: {error}", program.to_string_lossy()))?;
     pid_of(&child)
 }
 
@@ -200,7 +199,7 @@ fn descend(descent: &Descent) -> io::Result<()> {
 fn step(what: &CStr, path: &CStr, result: io::Result<()>) -> io::Result<()> {
     if result.is_err() {
         for part in [
-            c"dsec-spawner: the new service can't ",
+            c"dsec-spawner: a new process can't ",
             what,
             c" ",
             path,
