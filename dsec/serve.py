@@ -31,6 +31,7 @@ from dsec.api.keys import Keys
 from dsec.api.listener import Listener, bind, is_loopback, origin
 from dsec.edge import Edge, EdgeConfig
 from dsec.images import ImageStore
+from dsec.images.shared import open_blobs
 from dsec.store import Store
 
 READY_FILE = "ready"
@@ -48,6 +49,8 @@ class ServeConfig:
     port: int
     ports_port: int
     cgroup: str
+    store: str | None = None
+    """The store that this node shares with others: a directory or an s3:// URL; None: images stay on this node."""
     ports_url: str | None = None
     """How clients reach the ports listener; None: at the address that it is bound to."""
     first_key: Seed | None = None
@@ -104,14 +107,17 @@ async def serve(config: ServeConfig) -> None:
         closing.push_async_callback(store.close)
         keys = Keys(store)
         await keys.open()
-        images = ImageStore(config.state_dir / "images", store)
+        shared = None if config.store is None else open_blobs(config.store)
+        images = ImageStore(config.state_dir / "images", store, shared=shared)
         await images.open()
+        closing.push_async_callback(images.close)
         ports_url = config.ports_url or origin(ports_socket)
         edge_config = EdgeConfig(state_dir=config.state_dir, run_dir=config.run_dir, cgroup=config.cgroup, ports_url=ports_url)
         edge = Edge(edge_config, images)
         images.in_use = edge.in_use
         await edge.open()
         closing.push_async_callback(edge.close)
+        images.start()
         api = ApiServer(
             keys,
             Edges([LocalEdge(edge_config.edge_id, edge)]),
@@ -183,6 +189,7 @@ def _parse(argv: Sequence[str] | None) -> ServeConfig:
     parser.add_argument("--host", default="127.0.0.1", help="address of both listeners")
     parser.add_argument("--port", type=int, default=7070, help="of the API; 0: any free one")
     parser.add_argument("--ports-port", type=int, default=7071, help="of the listener for ports inside sandboxes; 0: any free one")
+    parser.add_argument("--store", help="store to share images through: a directory, or s3://BUCKET/PREFIX?endpoint=URL&credentials=FILE")
     parser.add_argument("--ports-url", help="how clients reach that listener, where it isn't its own address (behind a proxy, say)")
     parser.add_argument("--cgroup", default="dsec", help="name of the root cgroup that the spawner was started with")
     parser.add_argument("--first-key", type=Seed.parse, help="<id>:<sha256> of a key to accept if the store has none")

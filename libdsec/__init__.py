@@ -38,6 +38,7 @@ from libdsec.errors import (
 from libdsec.files import Files, FileWatch
 from libdsec.images import Images
 from libdsec.keys import Keys
+from libdsec.locks import Lock
 from libdsec.nodes import Nodes
 from libdsec.process import OutputStream, Process
 from libdsec.sandbox import Sandbox, SandboxCreation
@@ -49,7 +50,10 @@ from libdsec.schema import (
     DSecMicroVMRunArgs,
     FileEvent,
     FileInfo,
+    ImageChange,
+    ImageFinding,
     ImageInfo,
+    ImageReads,
     KeyInfo,
     Metrics,
     NewKey,
@@ -81,13 +85,17 @@ __all__ = [
     "FileNotFound",
     "FileWatch",
     "Files",
+    "ImageChange",
     "ImageError",
+    "ImageFinding",
     "ImageInfo",
     "ImageNotFound",
+    "ImageReads",
     "Images",
     "InvalidArgument",
     "KeyInfo",
     "Keys",
+    "Lock",
     "Metrics",
     "NewKey",
     "NoCapacity",

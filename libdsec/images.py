@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 import tarfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qs, quote
@@ -18,7 +18,8 @@ from urllib.parse import parse_qs, quote
 import msgspec
 
 from libdsec.errors import ImageError, InvalidArgument, Unavailable, from_body
-from libdsec.schema import ImageInfo, ImagePage, ImportLine
+from libdsec.locks import Lock
+from libdsec.schema import FsckLine, ImageChange, ImageFinding, ImageInfo, ImagePage, ImageReads, ImportLine
 from libdsec.tar import CHUNK, END, file_chunks, in_thread
 from libdsec.transport import Answer
 
@@ -44,12 +45,16 @@ _image = Answer(ImageInfo)
 _page = Answer(ImagePage)
 _import_line = Answer(ImportLine)
 _removed = Answer(_RemovedBytes)
+_reads = Answer(ImageReads)
+_change = Answer(ImageChange)
+_fsck_line = Answer(FsckLine)
 
 
 class Images:
     """The server's images, reached as ``client.images``.
 
-    A reference is a name (its newest version), ``name@3`` (that version, for ever) or an image's digest.
+    A reference is a name (its newest version), ``name@3`` (that version, for ever), an image's digest, or ``name@sha256:…`` (the same,
+    found by any node that shares the store).
     """
 
     def __init__(self, client: DSecClient) -> None:
@@ -112,13 +117,91 @@ class Images:
     async def remove(self, reference: str) -> ImageInfo:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
-        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, PermissionDenied. A repetition
-        raises ImageNotFound.
+        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
+        the store, PermissionDenied. A repetition raises ImageNotFound.
         """
         return await self._transport.call("DELETE", self._transport.at(_path(reference)), _image)
 
+    async def push(self, reference: str, *, progress: Progress | None = None) -> ImageInfo:
+        """Send an image that the server's node has to the store that it shares with others. Imports do so by themselves; this is for images
+        from before, and for what broke off. ``progress`` as for :meth:`import_`.
+
+        Raises ImageNotFound (also where its data isn't whole on that node), PermissionDenied, Conflict where the store has another image
+        under that version, InvalidArgument where the server shares no store, Unavailable. Safe to repeat: what is there isn't sent again.
+        """
+        return await self._told("push", {"reference": reference}, progress)
+
+    async def pull(self, reference: str, *, whole: bool = False, progress: Progress | None = None) -> ImageInfo:
+        """Fetch an image's metadata from the shared store, with ``whole`` its data too; sandboxes start without that and fetch what they
+        read. ``progress`` as for :meth:`import_`.
+
+        Raises ImageNotFound, ImageError for what is broken in the store, NoCapacity, Unavailable. Safe to repeat: it goes on where it was.
+        """
+        return await self._told("pull", {"reference": reference, "whole": "true" if whole else "false"}, progress)
+
+    async def _told(self, verb: str, query: dict[str, str], progress: Progress | None) -> ImageInfo:
+        return await _outcome(self._transport.lines("POST", self._transport.at(f"/v1/images/{verb}", query), _import_line), progress)
+
+    async def stats(self, reference: str) -> ImageReads:
+        """What sandboxes have read of an image on the server's node: how much of it, and where it came from. Raises ImageNotFound,
+        Unavailable. Safe to repeat."""
+        return await self._transport.call("GET", self._transport.at("/v1/image-stats", {"reference": reference}), _reads)
+
+    async def diff(self, before: str, after: str) -> builtins.list[ImageChange]:
+        """The paths that two images don't have alike, sorted. Metadata is compared, no data read: a file counts as changed if its type,
+        mode, owner, size, xattrs or target differ, or both its place in the store and its time. Raises ImageNotFound, ImageError,
+        Unavailable. Safe to repeat."""
+        url = self._transport.at("/v1/image-diff", {"before": before, "after": after})
+        return [change async for change in self._transport.lines("GET", url, _change)]
+
+    async def fsck(
+        self, *, deep: bool = False, repair: bool = False, found: Callable[[ImageFinding], None] | None = None
+    ) -> builtins.list[ImageFinding]:
+        """Check the images of the server's node and the store that it shares: what is missing, wrong, half-made or in nobody's use.
+        ``deep`` reads everything and compares digests; ``repair`` mends what can be, and each finding says whether it was; ``found`` is
+        told each finding at once. Raises PermissionDenied unless the key is an admin's, Unavailable. Safe to repeat."""
+        query = {"deep": "true" if deep else "false", "repair": "true" if repair else "false"}
+        findings: builtins.list[ImageFinding] = []
+        async with contextlib.aclosing(self._transport.lines("POST", self._transport.at("/v1/images/fsck", query), _fsck_line)) as lines:
+            async for line in lines:
+                if line.error is not None:
+                    raise from_body(line.error)
+                if line.done:
+                    return findings
+                if line.finding is not None:
+                    findings.append(line.finding)
+                    if found is not None:
+                        found(line.finding)
+        raise Unavailable("the server ended the check without a result")
+
+    async def lock(
+        self,
+        image: str,
+        *,
+        workspace: str | None = None,
+        toolkits: Sequence[str] = (),
+        network: Literal["aether", "none", "bridged"] = "aether",
+        network_rules: Mapping[str, bool] | None = None,
+    ) -> Lock:
+        """The exact layers that these references mean now, to be written to a file (:meth:`Lock.write`) and started from
+        (``Sandbox.create(lock=…)``). Raises ImageNotFound, InvalidArgument for an image of the wrong kind. Safe to repeat."""
+        return Lock(
+            image=await self._pinned(image, "base"),
+            workspace=None if workspace is None else await self._pinned(workspace, "workspace"),
+            toolkits=tuple([await self._pinned(toolkit, "toolkit") for toolkit in toolkits]),
+            network=network,
+            network_rules=None if network_rules is None else dict(network_rules),
+        )
+
+    async def _pinned(self, reference: str, kind: str) -> str:
+        info = await self.get(reference)
+        if info.kind != kind:
+            raise InvalidArgument(f"{reference!r} is a {info.kind}, where a {kind} is needed")
+        return f"{info.name}@{info.digest}"
+
     async def gc(self) -> int:
-        """Delete layers that no image and no sandbox needs any more; returns the bytes. Raises PermissionDenied unless the key is an
+        """Delete layers that no image and no sandbox needs any more, on the server's node and in the store that it shares (there, what is
+        an hour old and needed by no node); returns the bytes. Raises PermissionDenied unless the key is an
         admin's. Safe to repeat."""
         return (await self._transport.call("POST", self._transport.at("/v1/images/gc"), _removed)).removed_bytes
 

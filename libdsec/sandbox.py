@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from types import TracebackType
@@ -23,6 +24,7 @@ from libdsec.errors import (
     Unavailable,
 )
 from libdsec.files import Files
+from libdsec.locks import Lock
 from libdsec.ports import open_port
 from libdsec.process import Process
 from libdsec.schema import (
@@ -94,8 +96,9 @@ class Sandbox:
     @classmethod
     def create(
         cls,
-        image: str,
+        image: str | None = None,
         *,
+        lock: Lock | str | os.PathLike[str] | None = None,
         backend: Literal["container", "microvm"] = "container",
         client: DSecClient | None = None,
         timeout: float | None = None,
@@ -121,9 +124,18 @@ class Sandbox:
         """The short form: ``async with Sandbox.create("python:3.11") as sandbox`` or ``sandbox = await Sandbox.create("python:3.11")``.
 
         ``image`` is the base image, ``timeout`` the seconds until DeadlineExceeded; the other arguments are the fields of
-        :class:`DSecContainerRunArgs`. Without ``client`` a client of its own is made from the environment; it is closed when the sandbox is
-        stopped. Raises what :meth:`DSecClient.run` raises, when it is awaited or entered.
+        :class:`DSecContainerRunArgs`. ``lock``, instead of image, workspace, toolkits and the network's, is a :class:`Lock` or a file that
+        ``dsec lock`` wrote: the sandbox starts from exactly those layers. Without ``client`` a client of its own is made from the
+        environment; it is closed when the sandbox is stopped. Raises what :meth:`DSecClient.run` raises, when it is awaited or entered.
         """
+        if (image is None) == (lock is None):
+            raise InvalidArgument("either an image or a lock is wanted", field="image")
+        if lock is not None:
+            if workspace is not None or toolkits or network != "aether" or network_rules is not None:
+                raise InvalidArgument("a lock says what the layers and the network are: give none of them beside it", field="lock")
+            locked = lock if isinstance(lock, Lock) else Lock.read(lock)
+            image, workspace, toolkits = locked.image, locked.workspace, locked.toolkits
+            network, network_rules = locked.network, locked.network_rules
         fields = {
             "workspace": workspace,
             "toolkits": tuple(toolkits),

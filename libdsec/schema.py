@@ -371,6 +371,71 @@ class ImportLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: ErrorBody | None = None
 
 
+class ImageFinding(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Something that ``POST /v1/images/fsck`` found wrong."""
+
+    where: Literal["node", "store"]
+    """On the disk of the node that was asked, or in the store that nodes share."""
+    problem: Literal["missing", "corrupt", "half-made", "orphan"]
+    object: str
+    """A blob's digest in hexadecimal, or a key of the store."""
+    detail: str
+    image: str | None = None
+    """One that needs it, as ``name@version``."""
+    repaired: bool = False
+
+
+class FsckLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line (NDJSON) of the answer to a check: a finding, and at the end either ``done`` or ``error``."""
+
+    finding: ImageFinding | None = None
+    done: bool = False
+    error: ErrorBody | None = None
+
+
+class ImageReads(msgspec.Struct, kw_only=True):
+    """``GET /v1/image-stats``: what sandboxes have read of an image's data on the node that was asked, in bytes. Layers shared with other
+    images count with what was read through those too."""
+
+    image: str
+    """``name@version``."""
+    size: int
+    """Of the data, all layers together."""
+    needed: int
+    """Distinct bytes that were ever read."""
+    fetched: int
+    """From the shared store, all in all, unpacked."""
+    from_cache: int
+    """Answered by what had been fetched before."""
+    sandboxes: int
+    """Started from the image."""
+
+    @property
+    def fraction(self) -> float:
+        """Of the image that was ever read, 0 to 1."""
+        return self.needed / self.size if self.size else 0.0
+
+    @property
+    def fetched_per_sandbox(self) -> float:
+        """Bytes."""
+        return self.fetched / self.sandboxes if self.sandboxes else 0.0
+
+
+class ImageChange(msgspec.Struct, kw_only=True):
+    """One line (NDJSON) of ``GET /v1/image-diff``: a path that two images don't have alike."""
+
+    path_bytes: bytes
+    kind: Literal["added", "removed", "changed"]
+    size: int = 0
+    """In the second image; of a removed path in the first."""
+    size_before: int = 0
+    """In the first image; 0 for an added path."""
+
+    @property
+    def path(self) -> str:
+        return os.fsdecode(self.path_bytes)
+
+
 class KeyInfo(msgspec.Struct, kw_only=True):
     """An API key as it is listed: never the key itself."""
 

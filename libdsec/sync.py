@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -34,11 +34,15 @@ from libdsec import (
     FileEvent,
     FileInfo,
     FileNotFound,
+    ImageChange,
     ImageError,
+    ImageFinding,
     ImageInfo,
     ImageNotFound,
+    ImageReads,
     InvalidArgument,
     KeyInfo,
+    Lock,
     Metrics,
     NewKey,
     NoCapacity,
@@ -97,13 +101,17 @@ __all__ = [
     "FileNotFound",
     "FileWatch",
     "Files",
+    "ImageChange",
     "ImageError",
+    "ImageFinding",
     "ImageInfo",
     "ImageNotFound",
+    "ImageReads",
     "Images",
     "InvalidArgument",
     "KeyInfo",
     "Keys",
+    "Lock",
     "Metrics",
     "NewKey",
     "NoCapacity",
@@ -275,8 +283,9 @@ class Sandbox:
     @classmethod
     def create(
         cls,
-        image: str,
+        image: str | None = None,
         *,
+        lock: Lock | str | os.PathLike[str] | None = None,
         backend: Literal["container", "microvm"] = "container",
         client: DSecClient | None = None,
         timeout: float | None = None,
@@ -302,13 +311,15 @@ class Sandbox:
         """The short form: ``with Sandbox.create("python:3.11") as sandbox`` or ``sandbox = Sandbox.create("python:3.11")``.
 
         ``image`` is the base image, ``timeout`` the seconds until DeadlineExceeded; the other arguments are the fields of
-        :class:`DSecContainerRunArgs`. Without ``client`` a client of its own is made from the environment; it is closed when the sandbox is
-        stopped. Raises what :meth:`DSecClient.run` raises, when it is awaited or entered.
+        :class:`DSecContainerRunArgs`. ``lock``, instead of image, workspace, toolkits and the network's, is a :class:`Lock` or a file that
+        ``dsec lock`` wrote: the sandbox starts from exactly those layers. Without ``client`` a client of its own is made from the
+        environment; it is closed when the sandbox is stopped. Raises what :meth:`DSecClient.run` raises, when it is awaited or entered.
         """
         return Sandbox._of(
             run(
                 _async.Sandbox.create(
                     image,
+                    lock=lock,
                     backend=backend,
                     client=None if client is None else client._async,
                     timeout=timeout,
@@ -779,7 +790,8 @@ class FileWatch:
 class Images:
     """The server's images, reached as ``client.images``.
 
-    A reference is a name (its newest version), ``name@3`` (that version, for ever) or an image's digest.
+    A reference is a name (its newest version), ``name@3`` (that version, for ever), an image's digest, or ``name@sha256:…`` (the same,
+    found by any node that shares the store).
     """
 
     def __init__(self, twin_of: _async.Images) -> None:
@@ -825,13 +837,63 @@ class Images:
     def remove(self, reference: str) -> ImageInfo:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
-        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, PermissionDenied. A repetition
-        raises ImageNotFound.
+        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
+        the store, PermissionDenied. A repetition raises ImageNotFound.
         """
         return run(self._async.remove(reference))
 
+    def push(self, reference: str, *, progress: Progress | None = None) -> ImageInfo:
+        """Send an image that the server's node has to the store that it shares with others. Imports do so by themselves; this is for images
+        from before, and for what broke off. ``progress`` as for :meth:`import_`.
+
+        Raises ImageNotFound (also where its data isn't whole on that node), PermissionDenied, Conflict where the store has another image
+        under that version, InvalidArgument where the server shares no store, Unavailable. Safe to repeat: what is there isn't sent again.
+        """
+        return run(self._async.push(reference, progress=progress))
+
+    def pull(self, reference: str, *, whole: bool = False, progress: Progress | None = None) -> ImageInfo:
+        """Fetch an image's metadata from the shared store, with ``whole`` its data too; sandboxes start without that and fetch what they
+        read. ``progress`` as for :meth:`import_`.
+
+        Raises ImageNotFound, ImageError for what is broken in the store, NoCapacity, Unavailable. Safe to repeat: it goes on where it was.
+        """
+        return run(self._async.pull(reference, whole=whole, progress=progress))
+
+    def stats(self, reference: str) -> ImageReads:
+        """What sandboxes have read of an image on the server's node: how much of it, and where it came from. Raises ImageNotFound,
+        Unavailable. Safe to repeat."""
+        return run(self._async.stats(reference))
+
+    def diff(self, before: str, after: str) -> builtins.list[ImageChange]:
+        """The paths that two images don't have alike, sorted. Metadata is compared, no data read: a file counts as changed if its type,
+        mode, owner, size, xattrs or target differ, or both its place in the store and its time. Raises ImageNotFound, ImageError,
+        Unavailable. Safe to repeat."""
+        return run(self._async.diff(before, after))
+
+    def fsck(
+        self, *, deep: bool = False, repair: bool = False, found: Callable[[ImageFinding], None] | None = None
+    ) -> builtins.list[ImageFinding]:
+        """Check the images of the server's node and the store that it shares: what is missing, wrong, half-made or in nobody's use.
+        ``deep`` reads everything and compares digests; ``repair`` mends what can be, and each finding says whether it was; ``found`` is
+        told each finding at once. Raises PermissionDenied unless the key is an admin's, Unavailable. Safe to repeat."""
+        return run(self._async.fsck(deep=deep, repair=repair, found=found))
+
+    def lock(
+        self,
+        image: str,
+        *,
+        workspace: str | None = None,
+        toolkits: Sequence[str] = (),
+        network: Literal["aether", "none", "bridged"] = "aether",
+        network_rules: Mapping[str, bool] | None = None,
+    ) -> Lock:
+        """The exact layers that these references mean now, to be written to a file (:meth:`Lock.write`) and started from
+        (``Sandbox.create(lock=…)``). Raises ImageNotFound, InvalidArgument for an image of the wrong kind. Safe to repeat."""
+        return run(self._async.lock(image, workspace=workspace, toolkits=toolkits, network=network, network_rules=network_rules))
+
     def gc(self) -> int:
-        """Delete layers that no image and no sandbox needs any more; returns the bytes. Raises PermissionDenied unless the key is an
+        """Delete layers that no image and no sandbox needs any more, on the server's node and in the store that it shares (there, what is
+        an hour old and needed by no node); returns the bytes. Raises PermissionDenied unless the key is an
         admin's. Safe to repeat."""
         return run(self._async.gc())
 

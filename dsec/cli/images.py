@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import quote
 
 import typer
 
-from dsec.cli.output import AsJson, age, print_json, print_table, size, working
+from dsec.cli.output import AsJson, age, print_json, print_table, printable, size, working
 from dsec.cli.run import with_client
 
 if TYPE_CHECKING:
-    from libdsec import DSecClient
+    from libdsec import DSecClient, ImageFinding, ImageInfo
 
 app = typer.Typer(help="Import, look at and remove images.", no_args_is_help=True)
 
@@ -134,3 +135,126 @@ def gc(as_json: AsJson = False) -> None:
             print(f"{size(removed)} removed")
 
     with_client(run)
+
+
+@app.command()
+def push(name: Name, as_json: AsJson = False) -> None:
+    """Send an image to the store that this node shares with others. Imports do so by themselves; what is there already isn't sent again.
+
+    Example: dsec image push python:3.11
+    """
+
+    async def run(client: DSecClient) -> None:
+        with working(f"pushing {name}") as tell:
+            _print_image(await client.images.push(name, progress=_progress(name, tell)), as_json=as_json)
+
+    with_client(run)
+
+
+@app.command()
+def pull(
+    name: Name,
+    whole: Annotated[bool, typer.Option("--whole", help="All of its data too. Without it sandboxes fetch what they read.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch an image from the shared store to this node. Goes on where an earlier attempt broke off.
+
+    Example: dsec image pull python:3.11 --whole
+    """
+
+    async def run(client: DSecClient) -> None:
+        with working(f"pulling {name}") as tell:
+            _print_image(await client.images.pull(name, whole=whole, progress=_progress(name, tell)), as_json=as_json)
+
+    with_client(run)
+
+
+def _progress(name: str, tell: Callable[[str], None]) -> Callable[[str, int], None]:
+    return lambda step, done: tell(f"{step} {name}: {size(done)}" if done else f"{step} {name}")
+
+
+def _print_image(info: ImageInfo, *, as_json: bool) -> None:
+    if as_json:
+        print_json(info)
+    else:
+        print(f"{info.name}@{info.version} {info.kind} {size(info.size)} {info.digest}")
+
+
+@app.command()
+def stats(name: Name, as_json: AsJson = False) -> None:
+    """Show how much of an image sandboxes have ever read on this node, and where it came from.
+
+    Example: dsec image stats python:3.11
+    """
+
+    async def run(client: DSecClient) -> None:
+        reads = await client.images.stats(name)
+        if as_json:
+            print_json(reads)
+            return
+        rows = [
+            ("data of the image", size(reads.size)),
+            ("ever read", f"{size(reads.needed)} ({reads.fraction:.1%})"),
+            ("fetched from the store", size(reads.fetched)),
+            ("answered from the cache", size(reads.from_cache)),
+            ("sandboxes", str(reads.sandboxes)),
+            ("fetched for each", size(reads.fetched_per_sandbox)),
+        ]
+        print_table((reads.image, ""), rows, empty="")
+
+    with_client(run)
+
+
+@app.command()
+def diff(
+    before: Annotated[str, typer.Argument(help="name, or name@version.")],
+    after: Annotated[str, typer.Argument(help="name, or name@version.")],
+    as_json: AsJson = False,
+) -> None:
+    """List the paths that two images don't have alike: added (+), removed (-) and changed (~), with their sizes.
+
+    Example: dsec image diff python:3.11@1 python:3.11@2
+    """
+
+    async def run(client: DSecClient) -> None:
+        changes = await client.images.diff(before, after)
+        if as_json:
+            print_json(changes)
+            return
+        for change in changes:
+            mark = {"added": "+", "removed": "-", "changed": "~"}[change.kind]
+            sizes = f"{size(change.size_before)} -> {size(change.size)}" if change.kind == "changed" else size(change.size)
+            print(f"{mark} /{printable(change.path)}  {sizes}")
+
+    with_client(run)
+
+
+@app.command()
+def fsck(
+    deep: Annotated[bool, typer.Option("--deep", help="Read everything and compare digests.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be, from the other side.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check the images of this node and the store that it shares; exit code 1 where something is wrong and stays so.
+
+    Example: dsec image fsck --deep --repair
+    """
+
+    async def run(client: DSecClient) -> int:
+        told = None if as_json else _print_finding
+        with working("checking"):
+            findings = await client.images.fsck(deep=deep, repair=repair, found=told)
+        left = [finding for finding in findings if not finding.repaired]
+        if as_json:
+            print_json(findings)
+        else:
+            print(f"{len(findings)} found, {len(findings) - len(left)} repaired" if findings else "nothing is wrong")
+        return 1 if left else 0
+
+    with_client(run)
+
+
+def _print_finding(finding: ImageFinding) -> None:
+    image = f" of {finding.image}" if finding.image else ""
+    state = "repaired" if finding.repaired else finding.problem
+    print(f"{state}: {finding.where} {printable(finding.object)}{printable(image)}: {printable(finding.detail)}", flush=True)

@@ -1,4 +1,4 @@
-"""``dsec create``, ``ls``, ``stop``: sandboxes as a whole."""
+"""``dsec create``, ``lock``, ``ls``, ``stop``: sandboxes as a whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import quote
 
 import typer
@@ -23,6 +24,8 @@ CREATE_LABEL = "dsec-cli-create"
 STOPS_AT_ONCE = 64
 
 Image = Annotated[str, typer.Argument(help="Base image: a name or a digest.")]
+MaybeImage = Annotated[str | None, typer.Argument(help="Base image: a name or a digest.")]
+Network = Literal["aether", "none", "bridged"]
 Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="Environment; may be repeated.")]
 Label = Annotated[list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="Label; may be repeated.")]
 MaybeSandboxes = Annotated[list[str] | None, typer.Argument(metavar="[SANDBOX]...", help="Ids of sandboxes.")]
@@ -31,12 +34,14 @@ MaybeSandboxes = Annotated[list[str] | None, typer.Argument(metavar="[SANDBOX]..
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.command()(create)
+    app.command("lock")(write_lock)
     app.command("ls")(ls)
     app.command()(stop)
 
 
 def create(
-    image: Image,
+    image: MaybeImage = None,
+    lock: Annotated[Path | None, typer.Option(help="Start from what `dsec lock` wrote, instead of an image and layers.")] = None,
     count: Annotated[int, typer.Option("--count", "-n", help="How many, all alike.")] = 1,
     workspace: Annotated[str | None, typer.Option(help="Workspace layer.")] = None,
     toolkit: Annotated[list[str] | None, typer.Option(help="Toolkit layer; may be repeated, lowest first.")] = None,
@@ -63,6 +68,10 @@ def create(
 
     Example: dsec create python:3.11 --count 8 --memory-mb 512 --label run=1
     """
+    if (image is None) == (lock is None):
+        fail("name an image, or give --lock FILE: one of the two", code=2)
+    if lock is not None and (workspace or toolkit or network):
+        fail("--lock says what the layers and the network are: give none of them beside it", code=2)
     fields = {
         "workspace": workspace,
         "toolkits": tuple(toolkit or ()),
@@ -82,7 +91,10 @@ def create(
     async def run(client: DSecClient) -> int:
         given = {name: value for name, value in fields.items() if value not in (None, {}, ())}
         run_label = secrets.token_hex(6)
-        args = run_args(image, {**given, "env": pairs(env, "--env"), "labels": {**pairs(label, "--label"), CREATE_LABEL: run_label}})
+        base, pinned = (image, {}) if lock is None else locked(lock)
+        args = run_args(
+            base or "", {**pinned, **given, "env": pairs(env, "--env"), "labels": {**pairs(label, "--label"), CREATE_LABEL: run_label}}
+        )
         async with stopped_on_failure(client, run_label):
             failures = await _create_all(client, args, count, timeout, as_json=as_json)
             if rm:
@@ -178,7 +190,43 @@ def stop(
     with_client(run)
 
 
+def write_lock(
+    file: Annotated[Path, typer.Argument(help="To be written; .toml or .json.")],
+    image: Image,
+    workspace: Annotated[str | None, typer.Option(help="Workspace layer.")] = None,
+    toolkit: Annotated[list[str] | None, typer.Option(help="Toolkit layer; may be repeated, lowest first.")] = None,
+    network: Annotated[Network, typer.Option(help="aether, none or bridged.")] = "aether",
+    allow: Annotated[list[str] | None, typer.Option(help="Network rule that allows; may be repeated.")] = None,
+    deny: Annotated[list[str] | None, typer.Option(help="Network rule that denies; may be repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write down the digests, and network rules, that make an environment reproducible; `dsec create --lock` starts from the file.
+
+    Example: dsec lock env.toml python:3.11 --workspace my-repo --toolkit agent
+    """
+
+    async def run(client: DSecClient) -> None:
+        rules = {**dict.fromkeys(allow or (), True), **dict.fromkeys(deny or (), False)}
+        made = await client.images.lock(image, workspace=workspace, toolkits=toolkit or (), network=network, network_rules=rules or None)
+        made.write(file)
+        if as_json:
+            print_json(made)
+        else:
+            print(f"{file}: {' '.join((made.image, *([made.workspace] if made.workspace else []), *made.toolkits))}")
+
+    with_client(run)
+
+
 # -- shared by the commands that make, find or stop sandboxes
+
+
+def locked(path: Path) -> tuple[str, dict[str, object]]:
+    """The base image of a lock file, and the other fields that it sets. Raises InvalidArgument, OSError."""
+    from libdsec import Lock
+
+    lock = Lock.read(path)
+    fields: dict[str, object] = {"workspace": lock.workspace, "toolkits": lock.toolkits, "network": lock.network}
+    return lock.image, {**fields, **({} if lock.network_rules is None else {"network_rules": lock.network_rules})}
 
 
 def pairs(given: Sequence[str] | None, option: str) -> dict[str, str]:

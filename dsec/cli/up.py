@@ -54,6 +54,10 @@ def up(
     ),
     cgroup: CgroupName = inst.DEFAULT_CGROUP,
     uid_base: UidBase = inst.DEFAULT_UID_BASE,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Store that nodes share images through: a directory, or s3://BUCKET/PREFIX?endpoint=URL&credentials=FILE."),
+    ] = None,
     service_uid: Annotated[int | None, typer.Option(help="Who the service runs as. Default: the user `dsec`, else 64913.")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it is ready; `dsec down` stops it.")] = False,
     as_json: AsJson = False,
@@ -75,6 +79,9 @@ def up(
             *("--port", str(port)),
             *("--ports-port", str(_ports_port(port) if ports_port is None else ports_port)),
         ]
+        if store is not None:
+            _check_store(store)
+            listen += ["--store", store]
         _refuse_second(run_dir)
         _check_machine()
         service = _Service(instance, listen, detach=detach)
@@ -248,6 +255,17 @@ def _print_ready(service: _Service, *, as_json: bool) -> None:
 
 def _ports_port(port: int) -> int:
     return port + 1 if port else 0
+
+
+def _check_store(url: str) -> None:
+    """Raises CliError for a store that can't be, before anything is started."""
+    from dsec.images.shared import check_url
+    from libdsec.errors import InvalidArgument
+
+    try:
+        check_url(url)
+    except InvalidArgument as error:
+        raise CliError(f"--store: {error.message}") from error
 
 
 def _require_root(command: str) -> None:

@@ -1,8 +1,8 @@
 """Serves blobfs with ranges of what the shared store holds: ``python -m dsec.images.fetcher --store URL --socket PATH``.
 
 A process of its own, without privileges and without state: it may die at any moment, and blobfs asks the next one again. Frames: big-endian
-u32 length of what follows, msgpack map. Requests ``{id, blob, offset, length}``, a range of the blob's frames, any number at once; answers in
-any order, ``{id, data}`` or ``{id, error, retry}``. ``retry`` false: asking again won't help (no such object, or a shorter one, or the
+u32 length of what follows, msgpack map. Requests ``{id, blob, offset, length}``, a range of the blob's frames, any number at once; answers
+in any order, ``{id, data}`` or ``{id, error, retry}``. ``retry`` false: asking again won't help (no such object, or a shorter one, or the
 store refuses).
 """
 
@@ -101,9 +101,9 @@ class Fetcher:
     async def serve(self, path: Path) -> asyncio.Server:
         """Listens at ``path``, in the place of an earlier fetcher. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+            os.unlink(path)
         server = await asyncio.start_unix_server(self._connected, path, limit=REQUEST_LIMIT)
-        path.chmod(0o600)
+        os.chmod(path, 0o600)
         return server
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -143,10 +143,8 @@ class Fetcher:
 
     async def _fetch(self, request: Request) -> Data | Failure:
         if not _BLOB.match(request.blob) or not 0 < request.length <= RANGE_LIMIT or request.offset < 0:
-            wrong = (
-                f"a range has 1 to {RANGE_LIMIT} bytes of a blob in hexadecimal: {request.length} at {request.offset} of {request.blob!r}"
-            )
-            return Failure(id=request.id, error=wrong, retry=False)
+            wanted = f"{request.length} at {request.offset} of {request.blob!r}"
+            return Failure(id=request.id, error=f"a range has 1 to {RANGE_LIMIT} bytes of a blob in hexadecimal, not {wanted}", retry=False)
         try:
             return Data(id=request.id, data=await self._blobs.get_range(f"blobs/{request.blob}.z", request.offset, request.length))
         except DSecError as error:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from starlette.routing import BaseRoute
 
 from dsec.images.blobs import BlobDirectory, digest_of, hex_of
 from dsec.images.catalog import Caller, Catalog, Entry
+from dsec.images.checking import Checker, Found
 from dsec.images.converter import Converter
+from dsec.images.differences import Placed, changes, tree
 from dsec.images.environments import Environment, compose
 from dsec.images.importing import Importer, ImportRequest, Tell
 from dsec.images.leases import HOLD_S
 from dsec.images.limits import ImportLimits
 from dsec.images.names import ByName, exact, parse_reference
 from dsec.images.pulling import LayerState, Puller, pull
+from dsec.images.reads import BlobFigures, Reads
 from dsec.images.routes import ImageRoutes
 from dsec.images.shared import Blobs
 from dsec.images.sharing import Sharing, node_name
+from dsec.images.traces import Touch, Traces
 from dsec.store import Store
 from libdsec.errors import Conflict, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
-from libdsec.schema import ImageInfo
+from libdsec.schema import ImageChange, ImageInfo, ImageReads
 
 RETIRED_AT_ONCE = 500
 """Blobs that gc takes out of the store between two looks at anything else: some milliseconds."""
@@ -61,6 +65,8 @@ class ImageStore:
         self._catalog = Catalog(store, self._sharing)
         self._importer = Importer(self._catalog, self._blobs, Converter(converter, self._blobs, self.limits), self.limits)
         self._puller = Puller(self._blobs, shared, self.limits)
+        self._reads = Reads(store)
+        self._traces = Traces(root / "traces", shared)
         self._collecting = asyncio.Lock()
         self._environments: dict[tuple[str, str | None, tuple[str, ...]], Environment] = {}
         self._pinned_digests: dict[str, int] = {}
@@ -70,6 +76,7 @@ class ImageStore:
         database raises."""
         await asyncio.to_thread(self._blobs.open)
         await self._catalog.open()
+        await self._reads.open()
         await self._collect_local()
         if self._sharing is not None:
             self._sharing.open(node_name(self._root / "node"), self._catalog)
@@ -80,7 +87,8 @@ class ImageStore:
             self._sharing.start()
 
     async def close(self) -> None:
-        """Ends what goes on in the background."""
+        """Ends what goes on in the background, and saves what was counted."""
+        await self._reads.save()
         if self._sharing is not None:
             await self._sharing.close()
 
@@ -136,6 +144,22 @@ class ImageStore:
     def adopt_blob(self, blob: str, file: Path) -> None:
         """Makes ``file``, on the same filesystem, whose every chunk was checked by its table, the whole blob of that digest. Blocks."""
         self._blobs.link(file, digest_of(hex_of(blob)))
+
+    def note_start(self, environment: Environment) -> None:
+        """Counts a sandbox that starts from the environment, for :meth:`stats`."""
+        self._reads.started([name for name in (environment.image, environment.workspace, *environment.toolkits) if name is not None])
+
+    async def record_reads(self, figures: Mapping[str, BlobFigures]) -> None:
+        """Takes what blobfs has counted so far, by blob (hexadecimal), for :meth:`stats`. Called every now and then, and at the end."""
+        await self._reads.record({hex_of(blob): each for blob, each in figures.items()})
+
+    async def save_trace(self, image: str, touches: Sequence[Touch]) -> None:
+        """Keeps which chunks a sandbox of the image (a digest) touched first, also for other nodes. Raises InvalidArgument, Unavailable."""
+        await self._traces.save(image, touches)
+
+    async def trace(self, image: str) -> list[Touch] | None:
+        """The trace of an image (a digest) that was recorded here or on another node; None: there is none, or it can't be had now."""
+        return await self._traces.of(image)
 
     # -- images
 
@@ -199,6 +223,44 @@ class ImageStore:
             await pull(self._puller, info.layers, whole, tell)
         return info
 
+    async def stats(self, reference: str) -> ImageReads:
+        """What was read of an image on this node. Raises ImageNotFound, Unavailable."""
+        info = await self.find(reference)
+        figures = self._reads.of(info.layers)
+        return ImageReads(
+            image=exact(info.name, info.version),
+            size=sum({layer.blob: layer.blob_bytes for layer in info.layers if layer.blob is not None}.values()),
+            needed=figures.needed,
+            fetched=figures.fetched,
+            from_cache=figures.from_cache,
+            sandboxes=self._reads.starts_of(exact(info.name, info.version)),
+        )
+
+    async def diff(self, before: str, after: str) -> Sequence[ImageChange]:
+        """Paths that two images don't have alike, sorted; see :mod:`dsec.images.differences` for what counts. Their metadata is fetched if
+        need be. Raises ImageNotFound, ImageError, Unavailable."""
+        pair = [await self.find(reference) for reference in (before, after)]
+        layers = [layer for info in pair for layer in info.layers]
+        with self._pinned({hex_of(layer.digest) for layer in layers}):
+            await self._puller.metas(layers)
+            return await asyncio.to_thread(self._diff, *pair)
+
+    def _diff(self, before: ImageInfo, after: ImageInfo) -> list[ImageChange]:
+        def tree_of(info: ImageInfo) -> dict[bytes, Placed]:
+            return tree([(self._blobs.path(layer.digest).read_bytes(), layer.blob) for layer in info.layers])
+
+        return list(changes(tree_of(before), tree_of(after)))
+
+    async def fsck(self, found: Found, *, deep: bool, repair: bool) -> None:
+        """Looks for what is missing, wrong, half made or in nobody's use, on this node and in the shared store; ``deep`` reads everything
+        and compares digests, ``repair`` mends what can be. Raises Unavailable, NoCapacity."""
+        checker = Checker(self._blobs, self._puller, found, deep=deep, repair=repair)
+        entries = list(self._catalog.entries())
+        named = [(exact(entry.info.name, entry.info.version), layer) for entry in entries for layer in entry.info.layers]
+        await checker.node(named, self._is_needed())
+        if self._sharing is not None:
+            await checker.store(self._sharing.blobs, self._sharing.catalog, self._sharing.publisher)
+
     async def remove(self, reference: str, caller: Caller) -> ImageInfo:
         """Removes an image: ``name@n`` and a digest one version, a plain name all versions. Returns the (newest) one removed.
 
@@ -235,24 +297,14 @@ class ImageStore:
 
     async def _collect_local(self) -> int:
         async with self._collecting:
-            # A layer in use is known by its metadata alone: its data is found through the images and the conversions.
-            used = {digest_of(hex_of(digest)) for digest in self.in_use()}
-            conversions = self._catalog.conversions()
-            used |= {layer.blob for layer in conversions.values() if layer.digest in used and layer.blob is not None}
-
-            def needed(name: str) -> bool:
-                digest = digest_of(name)
-                if digest in used or self._catalog.names(digest):
-                    return True
-                return name in self._pinned_digests or digest in self._importer.pins.digests()
-
+            needed = self._is_needed()
             retired = []
             unneeded = await asyncio.to_thread(self._blobs.unneeded, needed)
             for start in range(0, len(unneeded), RETIRED_AT_ONCE):
                 # Asked again: meanwhile an import may have come to count on it. Nobody comes between this and its going.
                 retired += self._blobs.retire([each for each in unneeded[start : start + RETIRED_AT_ONCE] if not needed(each.name)])
                 await asyncio.sleep(0)
-            gone = [key for key, layer in conversions.items() if not self._blobs.has(layer.digest)]
+            gone = [key for key, layer in self._catalog.conversions().items() if not self._blobs.has(layer.digest)]
             await self._catalog.forget_conversions(gone)
             return await asyncio.to_thread(self._blobs.delete, retired)
 
@@ -262,6 +314,20 @@ class ImageStore:
         if self._sharing is None:
             raise InvalidArgument("no store is shared by this node: start it with `dsec up --store URL`")
         return self._sharing
+
+    def _is_needed(self) -> Callable[[str], bool]:
+        """Tells whether an image, a live sandbox or a call in progress needs a file of this node, by its digest (hexadecimal)."""
+        # A layer in use is known by its metadata alone: its data is found through the images and the conversions.
+        used = {digest_of(hex_of(digest)) for digest in self.in_use()}
+        used |= {layer.blob for layer in self._catalog.conversions().values() if layer.digest in used and layer.blob is not None}
+
+        def needed(name: str) -> bool:
+            digest = digest_of(name)
+            if digest in used or self._catalog.names(digest):
+                return True
+            return name in self._pinned_digests or digest in self._importer.pins.digests()
+
+        return needed
 
     def _needed(self) -> set[str]:
         """Digests (hexadecimal) that live sandboxes and calls in progress need of the shared store."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -89,6 +89,32 @@ class Publisher:
             await self._catalog.add(Manifest(**msgspec.structs.asdict(pushed), project=project))
             return pushed
 
+    async def mend(self, layer: LayerInfo, keys: Sequence[str]) -> None:
+        """Replaces objects of a layer that the store has already by what this node has of it.
+
+        Raises ImageNotFound where that isn't whole, ImageError where this node would pack it in another way than the layer's table says:
+        nodes that have that table would read nonsense. Raises Unavailable, NoCapacity.
+        """
+        if meta_key(layer.digest) in keys:
+            await self._send_meta(layer)
+        if layer.blob is None or not {frames_key(layer.blob), table_key(layer.blob)} & set(keys):
+            return
+        if not self._local.has(layer.blob):
+            raise _not_whole(layer.blob)
+        workspace = self._local.make_workspace()
+        try:
+            async with self._flights.of(layer.blob), self._slots:
+                table = await self._pack(self._local.path(layer.blob), workspace / "frames", "sending layer", lambda line: None)
+                encoded = table.encode()
+                if digest_of(hashlib.sha256(encoded).hexdigest()) != layer.index:
+                    raise ImageError("this node packs the blob in another way than its table says: import the image again")
+                if frames_key(layer.blob) in keys:
+                    await self._shared.put_file(frames_key(layer.blob), workspace / "frames")
+                if table_key(layer.blob) in keys:
+                    await self._shared.put(table_key(layer.blob), encoded)
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._local.remove_workspace, workspace))
+
     @asynccontextmanager
     async def _scope(self, digests: frozenset[str]) -> AsyncGenerator[None, None]:
         for digest in digests:
@@ -105,16 +131,16 @@ class Publisher:
         async with self._flights.of(layer.digest):
             index = None if layer.blob is None else await self._push_blob(layer.blob, step, tell)
             if await self._shared.stat(meta_key(layer.digest)) is None:
-                content = await self._read(layer.digest)
-                packed = await asyncio.to_thread(zstandard.ZstdCompressor(level=META_LEVEL).compress, content)
-                await self._shared.put(meta_key(layer.digest), packed)
+                await self._send_meta(layer)
             return msgspec.structs.replace(layer, index=index)
 
-    async def _read(self, digest: str) -> bytes:
+    async def _send_meta(self, layer: LayerInfo) -> None:
         try:
-            return await asyncio.to_thread(self._local.path(digest).read_bytes)
+            content = await asyncio.to_thread(self._local.path(layer.digest).read_bytes)
         except FileNotFoundError:
-            raise _not_whole(digest) from None
+            raise _not_whole(layer.digest) from None
+        packed = await asyncio.to_thread(zstandard.ZstdCompressor(level=META_LEVEL).compress, content)
+        await self._shared.put(meta_key(layer.digest), packed)
 
     async def _push_blob(self, blob: str, step: str, tell: Tell) -> str:
         """The digest of the blob's chunk table, once both are in the store."""

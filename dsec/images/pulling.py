@@ -63,11 +63,18 @@ class Puller:
         or gone, Unavailable."""
         return list(await asyncio.gather(*map(self._state, layers)))
 
-    async def _state(self, layer: LayerInfo) -> LayerState:
+    async def metas(self, layers: Sequence[LayerInfo]) -> None:
+        """The metadata alone. Raises what :meth:`states` raises."""
+        await asyncio.gather(*map(self._meta, layers))
+
+    async def _meta(self, layer: LayerInfo) -> None:
         if not self._local.has(layer.digest):
             async with self._flights.of(layer.digest), self._small:
                 if not self._local.has(layer.digest):
                     await self._fetch_meta(layer)
+
+    async def _state(self, layer: LayerInfo) -> LayerState:
+        await self._meta(layer)
         if layer.blob is None or self._local.has(layer.blob):
             return LayerState(layer, None)
         return LayerState(layer, await self._table(layer))
@@ -76,7 +83,7 @@ class Puller:
         if layer.meta_bytes > self._limits.metadata:
             raise ImageError(f"the metadata of {layer.digest} would have {layer.meta_bytes} bytes, {self._limits.metadata} are allowed")
         packed = await self._get(layer, meta_key(layer.digest))
-        content = await asyncio.to_thread(_unpack_meta, packed, layer)
+        content = await asyncio.to_thread(unpack_meta, packed, layer)
         await asyncio.to_thread(self._keep, content, layer.digest)
 
     async def _table(self, layer: LayerInfo) -> bytes:
@@ -102,6 +109,11 @@ class Puller:
                 self._tables.clear()
             self._tables[layer.index] = encoded
             return encoded
+
+    def forget(self, layer: LayerInfo) -> None:
+        """Drops what is kept in memory of a layer."""
+        if layer.index is not None:
+            self._tables.pop(layer.index, None)
 
     async def whole(self, layer: LayerInfo, told: Callable[[int], None]) -> None:
         """Fetches the data of a layer whose metadata is here. What an earlier attempt brought is kept. ``told``: bytes more that are here.
@@ -176,7 +188,8 @@ class Puller:
         self._local.commit([(partial, blob)])
 
 
-def _unpack_meta(packed: bytes, layer: LayerInfo) -> bytes:
+def unpack_meta(packed: bytes, layer: LayerInfo) -> bytes:
+    """The metadata file in ``metas/<hex>.zst``. Raises ImageError where it isn't the layer's."""
     try:
         content = zstandard.ZstdDecompressor().decompress(packed, max_output_size=layer.meta_bytes)
     except zstandard.ZstdError as error:

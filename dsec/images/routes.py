@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, cast, get_args
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar, cast, get_args
 
 import msgspec
 import structlog
@@ -16,11 +16,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from dsec.images.catalog import Caller
-from dsec.images.importing import ImportRequest, Kind
+from dsec.images.importing import ImportRequest, Kind, Tell
 from dsec.images.manifests import Format
-from dsec.images.names import check_name
+from dsec.images.names import check_name, parse_reference
 from libdsec.errors import DSecError, InvalidArgument, PermissionDenied
-from libdsec.schema import ImageInfo, ImagePage, ImportLine
+from libdsec.schema import FsckLine, ImageInfo, ImagePage, ImportLine
 
 if TYPE_CHECKING:
     from dsec.images.image_store import ImageStore
@@ -49,6 +49,11 @@ class ImageRoutes:
             Route("/v1/images", self._list, methods=["GET"]),
             Route("/v1/images", self._import, methods=["POST"]),
             Route("/v1/images/gc", self._collect, methods=["POST"]),
+            Route("/v1/images/push", self._push, methods=["POST"]),
+            Route("/v1/images/pull", self._pull, methods=["POST"]),
+            Route("/v1/images/fsck", self._fsck, methods=["POST"]),
+            Route("/v1/image-stats", self._stats, methods=["GET"]),
+            Route("/v1/image-diff", self._diff, methods=["GET"]),
             Route("/v1/images/{reference:path}", self._get, methods=["GET"]),
             Route("/v1/images/{reference:path}", self._remove, methods=["DELETE"]),
         ]
@@ -61,7 +66,7 @@ class ImageRoutes:
         return _answer(request, ImagePage(images=images, cursor=_encode_cursor(images[-1]) if more else None))
 
     async def _get(self, request: Request) -> Response:
-        return _answer(request, self._images.get(request.path_params["reference"]))
+        return _answer(request, await self._images.find(request.path_params["reference"]))
 
     async def _remove(self, request: Request) -> Response:
         return _answer(request, await self._images.remove(request.path_params["reference"], _caller(request)))
@@ -70,6 +75,41 @@ class ImageRoutes:
         if not _caller(request).admin:
             raise PermissionDenied("this key may not collect garbage; an admin's key may")
         return _answer(request, RemovedBytes(removed_bytes=await self._images.collect_garbage()))
+
+    async def _push(self, request: Request) -> Response:
+        reference, caller = _reference(request), _caller(request)
+
+        async def push(tell: Tell) -> ImportLine:
+            return ImportLine(image=await self._images.push(reference, caller, tell))
+
+        return _LinesResponse(push, ImportLine)
+
+    async def _pull(self, request: Request) -> Response:
+        reference, whole = _reference(request), _flag(request, "whole")
+
+        async def pull(tell: Tell) -> ImportLine:
+            return ImportLine(image=await self._images.pull(reference, whole, tell))
+
+        return _LinesResponse(pull, ImportLine)
+
+    async def _fsck(self, request: Request) -> Response:
+        if not _caller(request).admin:
+            raise PermissionDenied("this key may not check the image store; an admin's key may")
+        deep, repair = _flag(request, "deep"), _flag(request, "repair")
+
+        async def check(tell: Callable[[FsckLine], None]) -> FsckLine:
+            await self._images.fsck(lambda finding: tell(FsckLine(finding=finding)), deep=deep, repair=repair)
+            return FsckLine(done=True)
+
+        return _LinesResponse(check, FsckLine)
+
+    async def _stats(self, request: Request) -> Response:
+        return _answer(request, await self._images.stats(_reference(request)))
+
+    async def _diff(self, request: Request) -> Response:
+        changes = await self._images.diff(_reference(request, "before"), _reference(request, "after"))
+        body = b"".join(msgspec.json.encode(change) + b"\n" for change in changes)
+        return Response(body, media_type="application/x-ndjson")
 
     async def _import(self, request: Request) -> Response:
         wanted = _import_request(request)
@@ -80,6 +120,52 @@ class ImageRoutes:
                     pass
                 return Response(_line(ImportLine(image=made)), media_type="application/x-ndjson")
         return _ImportResponse(self._images, wanted)
+
+
+Line = TypeVar("Line", ImportLine, FsckLine)
+
+
+class _LinesResponse(Response, Generic[Line]):
+    """Answers with the lines that ``work`` tells, and its result or error as the last one. A client that goes away ends the work."""
+
+    def __init__(self, work: Callable[[Callable[[Line], None]], Awaitable[Line]], kind: type[Line]) -> None:
+        super().__init__(media_type="application/x-ndjson")
+        self._work: Callable[[Callable[[Line], None]], Awaitable[Line]] = work
+        self._kind: type[Line] = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"application/x-ndjson")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        lines: asyncio.Queue[Line | None] = asyncio.Queue()
+        working = asyncio.create_task(self._run(lines))
+        watching = asyncio.create_task(_cancel_when_gone(receive, working))
+        try:
+            while (line := await lines.get()) is not None:
+                await send({"type": "http.response.body", "body": msgspec.json.encode(line) + b"\n", "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            watching.cancel()
+            working.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def _run(self, lines: asyncio.Queue[Line | None]) -> None:
+        try:
+            lines.put_nowait(await self._work(lines.put_nowait))
+        except DSecError as error:
+            lines.put_nowait(self._kind(error=error.body()))
+        except Exception as failure:
+            incident = secrets.token_hex(6)
+            _log.error("an image call failed", incident=incident, exc_info=failure)
+            unforeseen = DSecError(f"something broke on our side; the service's log tells more under incident {incident}", reason=incident)
+            lines.put_nowait(self._kind(error=unforeseen.body()))
+        finally:
+            lines.put_nowait(None)
+
+
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
 
 
 class _ImportResponse(Response):
@@ -186,6 +272,22 @@ def _place(at: str) -> str:
 
 def _caller(request: Request) -> Caller:
     return Caller(project=request.scope["dsec.project"], admin=request.scope["dsec.admin"])
+
+
+def _reference(request: Request, name: str = "reference") -> str:
+    """A reference in the query. Raises InvalidArgument."""
+    reference = request.query_params.get(name, "")
+    if parse_reference(reference) is None:
+        raise InvalidArgument(f"{name} is a name, name@version or a digest of an image, not {reference[:80]!r}", field=name)
+    return reference
+
+
+def _flag(request: Request, name: str) -> bool:
+    """A yes or no in the query. Raises InvalidArgument."""
+    text = request.query_params.get(name, "false")
+    if text not in ("true", "false"):
+        raise InvalidArgument(f"{name} is true or false, not {text[:40]!r}", field=name)
+    return text == "true"
 
 
 def _integer(request: Request, name: str, default: int) -> int:

@@ -125,24 +125,32 @@ def open_blobs(url: str) -> Blobs:
     ``credentials``: a file in the format of the AWS command line (section ``default``); without it the process's AWS_… variables count.
     ``anonymous=true``: requests aren't signed. Nothing is contacted yet. Raises InvalidArgument that says what is wrong.
     """
-    if url.startswith("s3://"):
-        return _open_s3(url)
-    path = Path(url.removeprefix("file://"))
-    if "://" in str(url.removeprefix("file://")) or not path.is_absolute():
-        raise InvalidArgument(f"a store is an absolute directory or s3://BUCKET/PREFIX, not {url!r}", field="store")
-    return DirectoryBlobs(path)
+    check_url(url)
+    return _open_s3(url) if url.startswith("s3://") else DirectoryBlobs(Path(url))
+
+
+def check_url(url: str) -> None:
+    """Raises InvalidArgument for what :func:`open_blobs` wouldn't take; looks at nothing but the text."""
+    if not url.startswith("s3://"):
+        if "://" in url or not Path(url).is_absolute():
+            raise InvalidArgument(f"a store is an absolute directory or s3://BUCKET/PREFIX, not {url!r}", field="store")
+        return
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    unknown = set(options) - _PARAMETERS
+    if unknown or parts.fragment:
+        message = f"the store {url!r}: it takes {', '.join(sorted(_PARAMETERS))}, not {', '.join(sorted(unknown)) or 'a fragment'}"
+        raise InvalidArgument(message, field="store")
+    if not _BUCKET.match(parts.netloc):
+        raise InvalidArgument(f"the store {url!r}: no bucket can be called {parts.netloc!r}", field="store")
+    if not options.get("endpoint", "http://").startswith(("http://", "https://")):
+        raise InvalidArgument(f"the store's endpoint {options['endpoint']!r} is no http:// or https:// URL", field="store")
 
 
 def _open_s3(url: str) -> Blobs:
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = set(options) - _PARAMETERS
-    if unknown or parts.fragment or not _BUCKET.match(parts.netloc):
-        wrong = f"it takes {', '.join(sorted(_PARAMETERS))}, not {', '.join(sorted(unknown))}" if unknown else "the bucket's name can't be"
-        raise InvalidArgument(f"the store {url!r}: {wrong}", field="store")
     endpoint = options.get("endpoint")
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise InvalidArgument(f"the store's endpoint {endpoint!r} is no http:// or https:// URL", field="store")
     config: S3Config = {
         "region": options.get("region", os.environ.get("AWS_REGION", "us-east-1")),
         "skip_signature": options.get("anonymous", "false") == "true",

@@ -1,0 +1,279 @@
+"""``dsec image fsck``: does this node have what its images name, does the shared store have what its manifests name, and is it right?
+
+Finds, and with ``repair`` mends what can be mended from the other side: a node's file from the store, a store's object from a node that has
+the layer whole. What can't be is said, not hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from pathlib import Path
+
+import msgspec
+
+from dsec.images.blobs import BlobDirectory, digest_of, hex_of
+from dsec.images.chunks import ChunkTable
+from dsec.images.leases import GC_KEY, GC_S, LeaseFile
+from dsec.images.publishing import CLAIM_S, Publisher, frames_key, meta_key, table_key
+from dsec.images.pulling import Puller, unpack_meta
+from dsec.images.shared import BlobMissing, Blobs
+from dsec.images.shared_catalog import Manifest, SharedCatalog, manifest_key, read_manifest
+from dsec.images.store_gc import objects_of, unnamed
+from libdsec.errors import DSecError, ImageError
+from libdsec.schema import ImageFinding, LayerInfo
+
+Found = Callable[[ImageFinding], None]
+
+READ_PIECE = 1 << 20
+CHUNKS_AT_ONCE = 8
+"""Chunks of a blob in the store that are read together by a deep check: 8 MB of memory."""
+HALF_MADE_S = 3600.0
+"""What was last touched so long ago isn't being made any more."""
+_HEX = re.compile(r"[0-9a-f]{64}\Z")
+
+
+class Checker:
+    """One check. Each finding goes to ``found`` once, with what became of it."""
+
+    def __init__(self, local: BlobDirectory, puller: Puller, found: Found, *, deep: bool, repair: bool) -> None:
+        self._local = local
+        self._puller = puller
+        self._found = found
+        self._deep = deep
+        self._repair = repair
+
+    # -- this node
+
+    async def node(self, layers: Iterable[tuple[str, LayerInfo]], needed: Callable[[str], bool]) -> None:
+        """Checks the files of layers (with the image that names each). ``needed``: whether something counts on a digest (hexadecimal)."""
+        seen: set[str] = set()
+        for image, layer in layers:
+            if layer.digest in seen:
+                continue
+            seen.add(layer.digest)
+            await self._file(image, layer, layer.digest, required=layer.index is None or layer.blob is None)
+            if layer.blob is not None:
+                await self._file(image, layer, layer.blob, required=layer.index is None)
+            if layer.index is not None:
+                await self._file(image, layer, layer.index, required=False)
+        for name in await asyncio.to_thread(self._local.names):
+            if not _HEX.match(name):
+                await self._stray(name, "half-made", "a file that is no blob")
+            elif not needed(name):
+                await self._stray(name, "orphan", "no image names it; `dsec image gc` takes it")
+
+    async def _file(self, image: str, layer: LayerInfo, digest: str, *, required: bool) -> None:
+        path = self._local.path(digest)
+        if not path.exists():
+            if required:
+                problem = self._finding(
+                    "node", "missing", hex_of(digest), "not on this node, and in no shared store that it knows of", image
+                )
+                await self._mend(problem, self._fetch(layer, digest))
+            return
+        if not self._deep:
+            expected = {layer.digest: layer.meta_bytes, layer.blob: layer.blob_bytes}.get(digest)
+            size = path.stat().st_size
+            if expected is None or size == expected:
+                return
+            detail = f"{size} bytes instead of {expected}"
+        else:
+            actual = await asyncio.to_thread(_digest, path)
+            if actual == hex_of(digest):
+                return
+            detail = f"its content has the digest {actual}"
+        problem = self._finding("node", "corrupt", hex_of(digest), detail, image)
+        await self._mend(problem, self._replace(layer, digest))
+
+    async def _replace(self, layer: LayerInfo, digest: str) -> str:
+        """Only once it is known that the store has another copy is the broken one removed."""
+        if layer.blob is not None and layer.index is None:
+            raise ImageError("it is in no shared store: import the image again")
+        [retired] = self._local.retire([self._local.path(digest)])
+        try:
+            outcome = await self._fetch(layer, digest)
+        except DSecError:
+            # A broken file that others may read in parts is better than none.
+            retired.rename(self._local.path(digest))
+            retired.parent.rmdir()
+            raise
+        await asyncio.to_thread(self._local.delete, [retired])
+        return outcome
+
+    async def _fetch(self, layer: LayerInfo, digest: str) -> str:
+        if digest == layer.blob:
+            await self._puller.whole(layer, lambda count: None)
+        else:
+            self._puller.forget(layer)
+            await self._puller.states([layer])
+        return "fetched from the shared store"
+
+    async def _stray(self, name: str, problem: str, detail: str) -> None:
+        finding = self._finding("node", problem, name, detail, None)
+
+        async def drop() -> str:
+            await asyncio.to_thread(self._local.delete, self._local.retire([self._local.path(name)]))
+            return "removed"
+
+        await self._mend(finding, drop())
+
+    # -- the shared store
+
+    async def store(self, blobs: Blobs, catalog: SharedCatalog, publisher: Publisher) -> None:
+        """Checks what the manifests in the store name, and what lies there besides."""
+        objects = {each.key: each for each in await objects_of(blobs)}
+        metas: set[str] = set()
+        data: set[str] = set()
+        async for key, content in catalog.read(await catalog.keys()):
+            if content is None:
+                continue
+            try:
+                manifest = read_manifest(content)
+                if manifest_key(manifest.name, manifest.version) != key:
+                    raise ImageError(f"it is the manifest of {manifest.name}@{manifest.version}")
+            except ImageError as error:
+                self._found(self._finding("store", "corrupt", key, error.message, None))
+                continue
+            for layer in manifest.layers:
+                if hex_of(layer.digest) in metas:
+                    continue
+                metas.add(hex_of(layer.digest))
+                data.update([hex_of(layer.blob)] if layer.blob is not None else [])
+                await self._stored(blobs, publisher, manifest, layer, {key: each.size for key, each in objects.items()})
+        for garbage in unnamed(list(objects.values()), metas, data):
+            if garbage.object.modified < time.time() - HALF_MADE_S:
+                await self._object(blobs, "orphan", garbage.object.key, "no manifest names it; `dsec image gc` takes it", drop=False)
+        await self._half_made(blobs)
+
+    async def _stored(self, blobs: Blobs, publisher: Publisher, manifest: Manifest, layer: LayerInfo, sizes: dict[str, int]) -> None:
+        image = f"{manifest.name}@{manifest.version}"
+        for key, wrong in [item async for item in self._wrong(blobs, layer, sizes)]:
+            kind = "missing" if key not in sizes else "corrupt"
+
+            async def send(key: str = key) -> str:
+                await publisher.mend(layer, [key])
+                return "sent again from this node"
+
+            await self._mend(self._finding("store", kind, key, wrong, image), send())
+
+    async def _wrong(self, blobs: Blobs, layer: LayerInfo, sizes: dict[str, int]) -> AsyncIterator[tuple[str, str]]:
+        """Keys of the layer's objects that are missing or wrong, and how."""
+        meta = meta_key(layer.digest)
+        if meta not in sizes:
+            yield meta, "not in the store"
+        elif self._deep:
+            try:
+                unpack_meta(await blobs.get(meta), layer)
+            except ImageError as error:
+                yield meta, error.message
+        if layer.blob is None:
+            return
+        table, frames = table_key(layer.blob), frames_key(layer.blob)
+        if table not in sizes:
+            yield table, "not in the store"
+            if frames not in sizes:
+                yield frames, "not in the store"
+            return
+        try:
+            encoded = await blobs.get(table)
+            if digest_of(hashlib.sha256(encoded).hexdigest()) != layer.index:
+                raise ImageError("it has another digest than the manifest says")
+            decoded = ChunkTable.decode(encoded)
+        except (ImageError, BlobMissing) as error:
+            yield table, error.message
+            return
+        if frames not in sizes:
+            yield frames, "not in the store"
+        elif sizes[frames] != decoded.stored_bytes:
+            yield frames, f"{sizes[frames]} bytes instead of {decoded.stored_bytes}"
+        elif self._deep:
+            wrong = await self._wrong_chunks(blobs, frames, decoded)
+            if wrong:
+                yield (
+                    frames,
+                    f"{len(wrong)} of {len(decoded.chunks)} chunks are not what the chunk table says, number {wrong[0]} first",
+                )
+
+    async def _wrong_chunks(self, blobs: Blobs, key: str, table: ChunkTable) -> list[int]:
+        async def is_wrong(index: int) -> bool:
+            chunk = table.chunks[index]
+            try:
+                frame = await blobs.get_range(key, chunk.offset, chunk.length) if chunk.length else b""
+                await asyncio.to_thread(table.unpack, index, frame)
+            except (ImageError, BlobMissing):
+                return True
+            return False
+
+        wrong = []
+        for start in range(0, len(table.chunks), CHUNKS_AT_ONCE):
+            part = range(start, min(start + CHUNKS_AT_ONCE, len(table.chunks)))
+            wrong += [index for index, bad in zip(part, await asyncio.gather(*map(is_wrong, part)), strict=True) if bad]
+        return wrong
+
+    async def _half_made(self, blobs: Blobs) -> None:
+        now = time.time()
+        async for batch in blobs.list("uploads"):
+            for each in batch:
+                if each.modified < now - 2 * CLAIM_S:
+                    await self._object(blobs, "half-made", each.key, "an upload that nobody carries on")
+        condemned = await blobs.stat(GC_KEY)
+        if condemned is not None and condemned.modified < now - GC_S:
+            await self._object(blobs, "half-made", GC_KEY, "a gc that broke off")
+        async for batch in blobs.list("leases"):
+            for each in batch:
+                try:
+                    msgspec.json.decode(await blobs.get(each.key), type=LeaseFile)
+                except msgspec.DecodeError as error:
+                    await self._object(blobs, "corrupt", each.key, f"it is no lease: {error}")
+                except BlobMissing:
+                    pass
+        for name in await blobs.staging(now - HALF_MADE_S):
+            finding = self._finding("store", "half-made", name, "a file that never became an object", None)
+
+            async def drop(name: str = name) -> str:
+                await blobs.drop_staging([name])
+                return "removed"
+
+            await self._mend(finding, drop())
+
+    async def _object(self, blobs: Blobs, problem: str, key: str, detail: str, *, drop: bool = True) -> None:
+        async def remove() -> str:
+            if not drop:
+                # gc knows about leases; a check doesn't.
+                raise ImageError("left for `dsec image gc`, which minds what other nodes need")
+            await blobs.delete([key])
+            return "removed"
+
+        await self._mend(self._finding("store", problem, key, detail, None), remove())
+
+    # -- findings
+
+    def _finding(self, where: str, problem: str, what: str, detail: str, image: str | None) -> ImageFinding:
+        return msgspec.convert(
+            {"where": where, "problem": problem, "object": what, "detail": detail, "image": image, "repaired": False}, ImageFinding
+        )
+
+    async def _mend(self, finding: ImageFinding, mending: Coroutine[None, None, str]) -> None:
+        """Reports a finding, after ``mending`` it where that was asked for."""
+        if not self._repair:
+            mending.close()
+            self._found(finding)
+            return
+        try:
+            outcome = await mending
+        except DSecError as error:
+            self._found(msgspec.structs.replace(finding, detail=f"{finding.detail}; it can't be repaired here: {error.message}"))
+        else:
+            self._found(msgspec.structs.replace(finding, repaired=True, detail=f"{finding.detail}; {outcome}"))
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(READ_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,104 @@
+"""Recorded accesses of an image: which chunks its first sandbox touched, in order, to be fetched ahead for the next ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from dsec.images.shared import BlobMissing, Blobs
+from libdsec.errors import InvalidArgument, Unavailable
+
+ENTRIES_MAX = 200_000
+"""200 GB in chunks of 1 MiB: more isn't fetched ahead of anything."""
+LIMIT = 16 << 20
+"""Bytes of a trace's file."""
+MISSING_FRESH_S = 60.0
+"""An image without a trace is looked up again after so long."""
+KEPT = 256
+
+
+class Touch(msgspec.Struct, array_like=True, frozen=True):
+    """A first touch of a chunk: ``[layer, chunk, ms]``."""
+
+    layer: int
+    """Index into the image's layers, lowest first."""
+    chunk: int
+    ms: int
+    """Since the sandbox started."""
+
+
+class TraceFile(msgspec.Struct, kw_only=True):
+    """``traces/<image digest>.json``, on the node and in the shared store."""
+
+    image: str
+    chunks: list[Touch]
+
+
+class Traces:
+    """By image digest (``sha256:…``). What another node recorded comes from the shared store and is kept here."""
+
+    def __init__(self, root: Path, shared: Blobs | None) -> None:
+        self._root = root
+        self._shared = shared
+        self._kept: dict[str, tuple[float, list[Touch] | None]] = {}
+
+    async def save(self, image: str, touches: Sequence[Touch]) -> None:
+        """Replaces the image's trace. Raises InvalidArgument for one that can't be, Unavailable: then it is kept here alone."""
+        if len(touches) > ENTRIES_MAX or any(min(each.layer, each.chunk, each.ms) < 0 for each in touches):
+            raise InvalidArgument(f"a trace has {ENTRIES_MAX} touches at most, and no negative numbers")
+        data = msgspec.json.encode(TraceFile(image=image, chunks=list(touches)))
+        await asyncio.to_thread(self._write, image, data)
+        self._remember(image, list(touches))
+        if self._shared is not None:
+            await self._shared.put(self._key(image), data)
+
+    async def of(self, image: str) -> list[Touch] | None:
+        """The image's trace; None: there is none, or it can't be had now."""
+        at, kept = self._kept.get(image, (float("-inf"), None))
+        if kept is not None or time.monotonic() - at < MISSING_FRESH_S:
+            return kept
+        data = await asyncio.to_thread(self._read, image)
+        if data is None and self._shared is not None:
+            try:
+                data = await self._shared.get(self._key(image), LIMIT)
+                await asyncio.to_thread(self._write, image, data)
+            except (BlobMissing, InvalidArgument, Unavailable):
+                data = None
+        self._remember(image, None if data is None else _decode(data, image))
+        return self._kept[image][1]
+
+    def _remember(self, image: str, touches: list[Touch] | None) -> None:
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
+        self._kept[image] = (time.monotonic(), touches)
+
+    def _key(self, image: str) -> str:
+        return f"traces/{image.removeprefix('sha256:')}.json"
+
+    def _path(self, image: str) -> Path:
+        return self._root / f"{image.removeprefix('sha256:')}.json"
+
+    def _read(self, image: str) -> bytes | None:
+        try:
+            return self._path(image).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _write(self, image: str, data: bytes) -> None:
+        self._root.mkdir(mode=0o700, exist_ok=True)
+        partial = self._path(image).with_suffix(".part")
+        partial.write_bytes(data)
+        partial.rename(self._path(image))
+
+
+def _decode(data: bytes, image: str) -> list[Touch] | None:
+    """A trace is a hint: one that can't be read is none."""
+    try:
+        trace = msgspec.json.decode(data, type=TraceFile)
+    except msgspec.DecodeError:
+        return None
+    return trace.chunks[:ENTRIES_MAX] if trace.image == image else None
