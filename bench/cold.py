@@ -114,10 +114,8 @@ async def _ours(far: FarSide, client: DSecClient, count: int, parent: Path) -> R
     received = far.link.received()
     async with disk.writes(parent) as written:
         started = time.perf_counter()
-        work_tasks = []
-        async for item in client.run_many(args):
-            work_tasks.append(asyncio.create_task(work(ours.made(item), batch[item.index].workload)))
-        await asyncio.gather(*work_tasks)
+        at_work = [asyncio.create_task(work(ours.made(item), batch[item.index].workload)) async for item in client.run_many(args)]
+        await asyncio.gather(*at_work)
         seconds = time.perf_counter() - started
     return Run(seconds, far.link.received() - received, written.bytes)
 

@@ -1,4 +1,5 @@
-"""The two servers that images come from in the cold benchmarks: docker-registry for the peer, SeaweedFS as S3 for ours. Both keep what they hold."""
+"""The servers that images come from in the cold benchmarks: docker-registry for the peer, SeaweedFS as S3 for ours. Both keep what they
+hold."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ class ServeConfig:
     port: int
     ports_port: int
     cgroup: str
+    prefetch: bool = True
     store: str | None = None
     """The store that this node shares with others: a directory or an s3:// URL; None: images stay on this node."""
     ports_url: str | None = None
@@ -112,7 +113,7 @@ async def serve(config: ServeConfig) -> None:
         await images.open()
         closing.push_async_callback(images.close)
         ports_url = config.ports_url or origin(ports_socket)
-        edge_config = EdgeConfig(state_dir=config.state_dir, run_dir=config.run_dir, cgroup=config.cgroup, ports_url=ports_url)
+        edge_config = EdgeConfig(state_dir=config.state_dir, run_dir=config.run_dir, cgroup=config.cgroup, ports_url=ports_url, prefetch=config.prefetch)
         edge = Edge(edge_config, images)
         images.in_use = edge.in_use
         await edge.open()
@@ -189,6 +190,7 @@ def _parse(argv: Sequence[str] | None) -> ServeConfig:
     parser.add_argument("--host", default="127.0.0.1", help="address of both listeners")
     parser.add_argument("--port", type=int, default=7070, help="of the API; 0: any free one")
     parser.add_argument("--ports-port", type=int, default=7071, help="of the listener for ports inside sandboxes; 0: any free one")
+    parser.add_argument("--no-prefetch", dest="prefetch", action="store_false", help="don't fetch ahead what earlier runs read of an image")
     parser.add_argument("--store", help="store to share images through: a directory, or s3://BUCKET/PREFIX?endpoint=URL&credentials=FILE")
     parser.add_argument("--ports-url", help="how clients reach that listener, where it isn't its own address (behind a proxy, say)")
     parser.add_argument("--cgroup", default="dsec", help="name of the root cgroup that the spawner was started with")

@@ -409,6 +409,8 @@ class ImageReads(msgspec.Struct, kw_only=True):
     """Answered by what had been fetched before."""
     sandboxes: int
     """Started from the image."""
+    traced: bool = False
+    """Whether it is known what a first sandbox reads, so that nodes fetch that ahead."""
 
     @property
     def fraction(self) -> float:

@@ -297,6 +297,6 @@ def _write_whole(path: Path, content: bytes, *, mode: int, owner: pwd.struct_pas
     partial.rename(path)
 
 
-def python_command() -> list[str]:
-    """How the service's Python is started: the interpreter that runs this, in whose environment the platform is installed."""
-    return [sys.executable, "-m", "dsec.serve"]
+def python_command(module: str) -> list[str]:
+    """How a module of the platform is started: by the interpreter that runs this, in whose environment the platform is installed."""
+    return [sys.executable, "-m", module]

@@ -58,6 +58,7 @@ def up(
         str | None,
         typer.Option(help="Store that nodes share images through: a directory, or s3://BUCKET/PREFIX?endpoint=URL&credentials=FILE."),
     ] = None,
+    prefetch: Annotated[bool, typer.Option(help="Fetch ahead what an earlier run is known to have read of an image.")] = True,
     service_uid: Annotated[int | None, typer.Option(help="Who the service runs as. Default: the user `dsec`, else 64913.")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it is ready; `dsec down` stops it.")] = False,
     as_json: AsJson = False,
@@ -79,12 +80,13 @@ def up(
             *("--port", str(port)),
             *("--ports-port", str(_ports_port(port) if ports_port is None else ports_port)),
         ]
+        if not prefetch:
+            listen.append("--no-prefetch")
         if store is not None:
             _check_store(store)
-            listen += ["--store", store]
         _refuse_second(run_dir)
         _check_machine()
-        service = _Service(instance, listen, detach=detach)
+        service = _Service(instance, listen, store, detach=detach)
         service.start()
         _print_ready(service, as_json=as_json)
         if not detach:
@@ -130,7 +132,7 @@ def down(
 class _Service:
     """One run of ``dsec-spawner supervise`` with the service below it."""
 
-    def __init__(self, instance: Instance, listen: list[str], *, detach: bool) -> None:
+    def __init__(self, instance: Instance, listen: list[str], store: str | None, *, detach: bool) -> None:
         from dsec.api.bearer import mint
 
         self.instance = instance
@@ -148,7 +150,9 @@ class _Service:
             *(str(inst.binary("dsec-spawner")), "supervise"),
             *instance.spawner_options(),
             *("--code", str(inst.CHECKOUT)),
-            *("--", *inst.python_command(), *directories, *listen, *keys),
+            *(word for each in _fetcher(instance, store) for word in ("--fetcher", each)),
+            *("--", *inst.python_command("dsec.serve"), *directories, *listen, *keys),
+            *([] if store is None else ["--store", store]),
         ]
 
     @property
@@ -255,6 +259,13 @@ def _print_ready(service: _Service, *, as_json: bool) -> None:
 
 def _ports_port(port: int) -> int:
     return port + 1 if port else 0
+
+
+def _fetcher(instance: Instance, store: str | None) -> list[str]:
+    """The command of the process that fetches from the store for blobfs."""
+    if store is None:
+        return []
+    return [*inst.python_command("dsec.images.fetcher"), "--store", store, "--socket", str(instance.run_dir / "fetch.sock")]
 
 
 def _check_store(url: str) -> None:

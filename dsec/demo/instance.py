@@ -66,8 +66,8 @@ async def running(name: str, *, scratch_mb: int, parent: Path | None = None, opt
     """Starts an instance and ends it when the block is left, however that happens. Needs root.
 
     ``name`` (short, ``[a-z0-9-]``) goes into its directory's and its cgroup's name; ``scratch_mb`` is allocated for writable layers;
-    ``parent`` is where its directory is made (the system's temporary directory); ``options`` are further ones of ``dsec up``. Raises InstanceError if it doesn't answer in time. What is
-    raised within the block gets the end of the service's log as a note.
+    ``parent`` is where its directory is made (the system's temporary directory); ``options`` are further ones of ``dsec up``. Raises
+    InstanceError if it doesn't answer in time. What is raised within the block gets the end of the service's log as a note.
     """
     base = Path(tempfile.mkdtemp(prefix=f"dsec-{name}-", dir=parent))
     os.chmod(base, 0o711)  # the service user passes through to what is its own

@@ -114,10 +114,10 @@ class Blobfs:
         """Shows it no more and drops what the cache has of it. Code ``conflict`` while a layer of it is mounted."""
         await self._verbs.call("forget", {"blob": blob}, _Nothing)
 
-    async def keep(self, blob: str) -> None:
-        """Takes a complete blob out of the cache's bound: none of its chunks is evicted any more. Code ``conflict`` if it isn't
-        complete."""
-        await self._verbs.call("keep", {"blob": blob}, _Nothing)
+    async def seal(self, blob: str) -> None:
+        """Takes a complete blob out of the cache's bound: its file stays as it is from here on, and may be linked elsewhere. Code
+        ``conflict`` if it isn't complete."""
+        await self._verbs.call("seal", {"blob": blob}, _Nothing)
 
     async def prefetch(self, blob: str, chunks: Sequence[int]) -> None:
         """Fetches chunks in this order, behind whatever is read meanwhile."""

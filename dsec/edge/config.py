@@ -24,7 +24,7 @@ class EdgeConfig:
     state_dir: Path
     """Holds ``journal.sqlite`` and ``ports.key``."""
     run_dir: Path
-    """Holds ``spawner.sock``."""
+    """Holds ``spawner.sock`` and ``blobfs.sock``."""
     edge_id: str = "e1"
     """Part of every sandbox id that this edge makes."""
     cgroup: str = "dsec"
@@ -44,6 +44,8 @@ class EdgeConfig:
     ``CONNECT_TIMEOUT_S`` (10 s) to connect."""
     layer_idle_s: float = 600.0
     """A layer without a sandbox is unmounted after this long; until then it saves the next sandbox a mount."""
+    prefetch: bool = True
+    """Whether what an earlier run read of an image is fetched ahead when the image is used first on this node."""
     records_keep_s: float = DAY_S
     """How long the record of an ended sandbox answers."""
     records_max: int = 100_000
@@ -56,3 +58,12 @@ class EdgeConfig:
     @property
     def spawner_socket(self) -> Path:
         return self.run_dir / "spawner.sock"
+
+    @property
+    def blobfs_socket(self) -> Path:
+        return self.run_dir / "blobfs.sock"
+
+    @property
+    def blobs_kept(self) -> Path:
+        """Where blobfs keeps what it has fetched."""
+        return self.state_dir / "blobfs"

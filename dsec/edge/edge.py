@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from dsec.edge import node
+from dsec.edge import blobfs, node
 from dsec.edge.agents import ConnectChannel, connect_channel
 from dsec.edge.cgroups import Cgroups
 from dsec.edge.config import EdgeConfig
@@ -16,11 +16,11 @@ from dsec.edge.exec import Commands
 from dsec.edge.files import Files
 from dsec.edge.info import Information
 from dsec.edge.metrics import EdgeMetrics
+from dsec.edge.ondemand import ConnectBlobfs, Images
 from dsec.edge.ports import Ports, PortSigner
 from dsec.edge.routes import EdgeApp, PortsApp, routes
 from dsec.edge.sandboxes import ConnectSpawner, Sandboxes
 from dsec.edge.spawner import Listener, Spawner
-from dsec.edge.starts import Resolver
 from libdsec.schema import NodeInfo
 
 
@@ -30,9 +30,10 @@ class Edge:
     def __init__(
         self,
         config: EdgeConfig,
-        images: Resolver,
+        images: Images,
         *,
         connect_spawner: ConnectSpawner | None = None,
+        connect_blobfs: ConnectBlobfs | None = None,
         connect_channel: ConnectChannel = connect_channel,
         clock: Clock | None = None,
         cgroups: Cgroups | None = None,
@@ -45,6 +46,7 @@ class Edge:
             config,
             images,
             connect_spawner=connect_spawner or self._connect_spawner,
+            connect_blobfs=connect_blobfs or self._connect_blobfs,
             ports_key=signer.key,
             connect_channel=connect_channel,
             clock=clock,
@@ -92,3 +94,6 @@ class Edge:
 
     async def _connect_spawner(self, listener: Listener, on_reconnected: Callable[[], None]) -> Spawner:
         return await Spawner.connect(str(self.config.spawner_socket), listener=listener, on_reconnected=on_reconnected)
+
+    async def _connect_blobfs(self, listener: blobfs.Listener, on_reconnected: Callable[[], None]) -> blobfs.Blobfs:
+        return await blobfs.Blobfs.connect(str(self.config.blobfs_socket), listener=listener, on_reconnected=on_reconnected)

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from dsec.edge.blobfs import BlobfsError, BlobfsLost
 from dsec.edge.channel import ChannelError, ChannelLost
 from dsec.edge.journal import JournalError
 from dsec.edge.spawner import SpawnerError, SpawnerLost
@@ -77,6 +78,10 @@ def as_error(failure: Exception) -> DSecError:
         return failure
     if isinstance(failure, SpawnerLost):
         return Unavailable("the node's spawner is being restarted; try again", retry_after=1.0)
+    if isinstance(failure, BlobfsLost):
+        return Unavailable("blobfs, which shows images that are not whole on the node, can't be reached; try again", retry_after=1.0)
+    if isinstance(failure, BlobfsError):
+        return BY_CODE.get(failure.code, DSecError)(f"blobfs refused: {failure.message}")
     if isinstance(failure, SpawnerError):
         return BY_CODE.get(failure.code, DSecError)(f"the spawner refused: {failure.message}")
     if isinstance(failure, ChannelLost):

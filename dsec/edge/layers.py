@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from dsec.edge.record import LayerRef
 from dsec.edge.spawner import Spawner
@@ -36,14 +36,19 @@ class LayerMounts:
         self._mounted: dict[str, _Mounted] = {}
         self._unmounting: dict[str, asyncio.Future[None]] = {}
 
-    async def acquire(self, layers: Iterable[LayerRef]) -> None:
-        """Mounts what isn't mounted yet and counts one more user of each. Raises SpawnerError; then nothing is counted."""
+    def missing(self, layers: Iterable[LayerRef]) -> bool:
+        """Whether some of the layers have to be mounted first."""
+        return any(layer.meta not in self._mounted for layer in layers)
+
+    async def acquire(self, layers: Iterable[LayerRef], lazy: Collection[str] = ()) -> None:
+        """Mounts what isn't mounted yet and counts one more user of each. ``lazy``: metadata digests of the layers whose data isn't whole
+        on the node. Raises SpawnerError; then nothing is counted."""
         taken: list[LayerRef] = []
         try:
             for layer in layers:
                 mounted = self._mounted.get(layer.meta)
                 if mounted is None:
-                    mounted = self._mount(layer)
+                    mounted = self._mount(layer, layer.meta in lazy)
                 mounted.users += 1
                 taken.append(layer)
                 if not mounted.ready.done():
@@ -97,17 +102,17 @@ class LayerMounts:
             if meta not in present and mounted.users == 0:
                 del self._mounted[meta]
 
-    def _mount(self, layer: LayerRef) -> _Mounted:
-        ready = asyncio.ensure_future(self._mount_in_turn(layer))
+    def _mount(self, layer: LayerRef, lazy: bool) -> _Mounted:
+        ready = asyncio.ensure_future(self._mount_in_turn(layer, lazy))
         mounted = self._mounted[layer.meta] = _Mounted(ready)
         ready.add_done_callback(lambda done: self._mount_ended(layer.meta, mounted, done))
         return mounted
 
-    async def _mount_in_turn(self, layer: LayerRef) -> None:
+    async def _mount_in_turn(self, layer: LayerRef, lazy: bool) -> None:
         unmounting = self._unmounting.get(layer.meta)
         if unmounting is not None:
             await asyncio.wait([unmounting])
-        await self._spawner.layer_mount(layer.meta, layer.blob)
+        await self._spawner.layer_mount(layer.meta, layer.blob, lazy=lazy)
 
     def _mount_ended(self, meta: str, mounted: _Mounted, done: asyncio.Future[None]) -> None:
         # A mount that failed is tried again by the next sandbox.

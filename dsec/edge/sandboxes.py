@@ -16,11 +16,12 @@ from dsec.edge.endings import Endings
 from dsec.edge.inventory import Inventory
 from dsec.edge.layers import LayerMounts
 from dsec.edge.lifetimes import Lifetimes
+from dsec.edge.ondemand import ConnectBlobfs, Images, OnDemand
 from dsec.edge.orphans import Orphans
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.spawner import Listener, Spawner
-from dsec.edge.starts import Resolver, Starts
+from dsec.edge.starts import Starts
 from dsec.edge.states import ENDED
 from dsec.edge.sweep import Sweep
 from dsec.edge.validation import check_labels, check_rules, check_seconds
@@ -39,9 +40,10 @@ class Sandboxes:
     def __init__(
         self,
         config: EdgeConfig,
-        images: Resolver,
+        images: Images,
         *,
         connect_spawner: ConnectSpawner,
+        connect_blobfs: ConnectBlobfs,
         ports_key: Callable[[str], str],
         connect_channel: ConnectChannel = connect_channel,
         clock: Clock | None = None,
@@ -55,7 +57,8 @@ class Sandboxes:
         self.agents = Agents(self.inventory, self.endings, connect_channel)
         self.lifetimes = Lifetimes(self.inventory, self.endings)
         self.orphans = Orphans(self.inventory, self.endings, self.lifetimes)
-        self.starts = Starts(self.inventory, images, self.agents, self.endings, self.lifetimes, self.orphans)
+        self.on_demand = OnDemand(self.inventory, images, connect_blobfs, config.blobs_kept, prefetch=config.prefetch)
+        self.starts = Starts(self.inventory, images, self.on_demand, self.agents, self.endings, self.lifetimes, self.orphans)
         self.sweep = Sweep(self.inventory, self.agents, self.endings, self.lifetimes, self.orphans)
         self._connect_spawner = connect_spawner
         self._ports_key = ports_key
@@ -69,6 +72,7 @@ class Sandboxes:
         inventory.layers = LayerMounts(inventory.spawner)
         await self.sweep.adopt()
         inventory.tasks.start(self.sweep.forever(), "sweep")
+        inventory.tasks.start(self.on_demand.count(), "count what is read")
 
     async def close(self) -> None:
         """Ends the edge, not its sandboxes."""
@@ -78,6 +82,7 @@ class Sandboxes:
         await inventory.tasks.close()
         for sandbox in inventory:
             sandbox.close_channel()
+        self.on_demand.close()
         inventory.spawner.close()
         await inventory.journal.close()
 

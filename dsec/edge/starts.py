@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -14,6 +13,7 @@ import structlog
 from dsec.edge import node
 from dsec.edge.admission import Limits, NodeLoad, NodeSize, admit, clamp
 from dsec.edge.agents import Agents
+from dsec.edge.blobfs import BlobfsError
 from dsec.edge.channel import ChannelError, ChannelLost
 from dsec.edge.endings import SPAWNER_TRIES, Endings
 from dsec.edge.failures import as_error, incident
@@ -22,6 +22,7 @@ from dsec.edge.inventory import Inventory
 from dsec.edge.journal import JournalError
 from dsec.edge.layers import refer
 from dsec.edge.lifetimes import Lifetimes
+from dsec.edge.ondemand import Images, OnDemand
 from dsec.edge.orphans import Orphans
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox, refusal
@@ -45,17 +46,18 @@ FACTS_FRESH_S = 1.0
 _encode_args = msgspec.msgpack.Encoder().encode
 
 
-class Resolver(Protocol):
-    """What the edge needs of the image store."""
-
-    def resolve(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment: ...
-
-
 class Starts:
     """Starts sandboxes, a bounded number at once."""
 
     def __init__(
-        self, inventory: Inventory, images: Resolver, agents: Agents, endings: Endings, lifetimes: Lifetimes, orphans: Orphans
+        self,
+        inventory: Inventory,
+        images: Images,
+        on_demand: OnDemand,
+        agents: Agents,
+        endings: Endings,
+        lifetimes: Lifetimes,
+        orphans: Orphans,
     ) -> None:
         self.slots = StartSlots(inventory.config.start_slots, inventory.config.start_queue)
         self.observe: Callable[[float], None] = lambda seconds: None
@@ -63,6 +65,7 @@ class Starts:
         self._inventory = inventory
         self._clock = inventory.clock
         self._images = images
+        self._on_demand = on_demand
         self._agents = agents
         self._endings = endings
         self._lifetimes = lifetimes
@@ -85,6 +88,7 @@ class Starts:
         fingerprint = hashlib.blake2b(_encode_args(args), digest_size=8).digest()
         try:
             async with asyncio.timeout_at(deadline):
+                await self._images.locate(args.container_image, args.workspace, args.toolkits)
                 sandbox = await self._known_or_begun(project, args, fingerprint)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while the sandbox waited for its turn to start") from None
@@ -141,7 +145,7 @@ class Starts:
             self.slots.release()
             raise
         inventory.add(sandbox)
-        sandbox.starting = inventory.tasks.start(self._start(sandbox), f"start {sandbox.id}")
+        sandbox.starting = inventory.tasks.start(self._start(sandbox, environment), f"start {sandbox.id}")
         return sandbox
 
     def _new_record(self, project: str, args: RunArgs, fingerprint: bytes, environment: Environment, limits: Limits) -> Record:
@@ -205,10 +209,10 @@ class Starts:
         if sandbox.starters == 1 and sandbox.state == "creating":
             self._endings.begin_stop(sandbox, why, forget=True)
 
-    async def _start(self, sandbox: Sandbox) -> DSecError | None:
+    async def _start(self, sandbox: Sandbox, environment: Environment) -> DSecError | None:
         """The creation itself. Ends with the sandbox running, or with nothing of it left and the reason as the value."""
         try:
-            error = await self._try_start(sandbox)
+            error = await self._try_start(sandbox, environment)
             if error is not None and sandbox.state == "creating":
                 sandbox.become("failed", "create", self._clock.wall(), error.message)
                 await self._endings.take_back(sandbox)
@@ -220,13 +224,13 @@ class Starts:
             sandbox.starting = None
             self.slots.release()
 
-    async def _try_start(self, sandbox: Sandbox) -> DSecError | None:
+    async def _try_start(self, sandbox: Sandbox, environment: Environment) -> DSecError | None:
         record = sandbox.record
         counted = False
         try:
             if not await self._inventory.journal.insert(record):
                 return await self._key_used_up(sandbox)
-            await self._inventory.layers.acquire(record.layers)
+            await self._mount_layers(record, environment)
             counted = True
             if sandbox.state == "creating":
                 await self._spawn(sandbox)
@@ -237,13 +241,21 @@ class Starts:
                 return None
             # Stopped meanwhile: the stop, which waits for us, removes everything.
             return refusal(record)
-        except (DSecError, SpawnerError, ChannelLost, ChannelError, JournalError, OSError) as failure:
+        except (DSecError, SpawnerError, BlobfsError, ChannelLost, ChannelError, JournalError, OSError) as failure:
             return as_error(failure)
         except Exception as failure:
             return incident(failure, f"create {record.id}")
         finally:
             if not counted:
                 record.layers = ()
+
+    async def _mount_layers(self, record: Record, environment: Environment) -> None:
+        """With this the layers are mounted, and the sandbox counts as their user."""
+        layers = self._inventory.layers
+        # What is mounted is ready, whatever the image store has of it.
+        lazy = await self._on_demand.provide(environment) if layers.missing(record.layers) else ()
+        await layers.acquire(record.layers, lazy)
+        self._images.note_start(environment)
 
     async def _key_used_up(self, sandbox: Sandbox) -> DSecError:
         """The journal has another sandbox under the key, and it isn't live: it has ended."""

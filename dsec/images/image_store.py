@@ -234,6 +234,7 @@ class ImageStore:
             fetched=figures.fetched,
             from_cache=figures.from_cache,
             sandboxes=self._reads.starts_of(exact(info.name, info.version)),
+            traced=await self._traces.of(info.digest) is not None,
         )
 
     async def diff(self, before: str, after: str) -> Sequence[ImageChange]:

@@ -21,6 +21,7 @@ from dsec.edge.channel import ChannelError, ChannelLost, ExecEntry, Exit, Shell,
 from dsec.edge.deadlines import Clock
 from dsec.edge.spawner import KernelSandbox, KillFigures, Listener, NodeFacts, SandboxSpec, Spawned, SpawnerError, SpawnerLost
 from dsec.images import Environment
+from dsec.images.pulling import LayerState
 from libdsec.errors import ImageNotFound
 from libdsec.schema import DiffEntry, ImageConfig, LayerInfo
 
@@ -301,7 +302,7 @@ class FakeSpawner:
     async def hello(self) -> NodeFacts:
         return NodeFacts(version="0", kernel="6.18", cores=2, memory=24 * GB, cgroup="hybrid", scratch=64 * GB, scratch_used=GB)
 
-    async def layer_mount(self, meta: str, blob: str | None) -> None:
+    async def layer_mount(self, meta: str, blob: str | None, *, lazy: bool = False) -> None:
         self._node.mounts += 1
         self._node.mounted[meta] = blob
 
@@ -369,10 +370,18 @@ class Images:
             ),
         }
 
+    async def locate(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> None: ...
+
     def resolve(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment:
         if image not in self.known:
             raise ImageNotFound(f"there is no image {image!r}")
         return self.known[image]
+
+    async def ensure(self, environment: Environment) -> list[LayerState]:
+        """All of it is whole on the node."""
+        return [LayerState(layer, None) for layer in environment.layers]
+
+    def note_start(self, environment: Environment) -> None: ...
 
 
 def make_edge(node: Node, state_dir: Path, clock: FakeClock | None = None, **config: object) -> Edge:

@@ -1,0 +1,144 @@
+"""Two nodes with one store: what one has imported starts on the other at once, and is fetched as it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from libdsec import DSecClient, DSecContainerRunArgs
+from tests.conftest import Instance, start_instance, stop_instance
+
+DEADLINE_S = 60.0
+IMAGE = "lazy"
+
+
+class Nodes:
+    """A store with one image in it, and the node that is to start it."""
+
+    def __init__(self, first: Instance, second: Instance, store: Path) -> None:
+        self.first, self.second, self.store = first, second, store
+
+    def kept(self) -> int:
+        """Bytes of data that blobfs has on the second node's disk."""
+        return sum(path.stat().st_blocks * 512 for path in (self.second.home / "state" / "blobfs").iterdir())
+
+
+@contextlib.contextmanager
+def _node(home: Path, store: Path, *options: str) -> Iterator[Instance]:
+    home.mkdir(mode=0o755)
+    instance = start_instance(home, scratch_mb=2048, extra=("--store", str(store), *options))
+    try:
+        yield instance
+    finally:
+        left = stop_instance(instance)
+        if left:
+            print((home / "up.log").read_text()[-4000:])
+    assert not left, left
+
+
+@pytest.fixture(scope="module")
+def nodes(base_tar: Path) -> Iterator[Nodes]:
+    with tempfile.TemporaryDirectory(prefix="dsec-test-", ignore_cleanup_errors=True) as name:
+        os.chmod(name, 0o755)
+        home, store = Path(name), Path(name) / "store"
+        store.mkdir()
+        os.chmod(store, 0o777)
+        with _node(home / "one-0001", store) as first, _node(home / "two-0002", store, "--uid-base", str(0x4000_0000)) as second:
+
+            async def fill() -> None:
+                async with DSecClient(first.url, first.api_key) as client:
+                    await client.images.import_(base_tar, name=IMAGE)
+
+            asyncio.run(fill())
+            yield Nodes(first, second, store)
+
+
+@pytest.fixture
+async def client(nodes: Nodes) -> AsyncIterator[DSecClient]:
+    async with DSecClient(nodes.second.url, nodes.second.api_key) as opened:
+        yield opened
+
+
+def _args(image: str = IMAGE) -> DSecContainerRunArgs:
+    return DSecContainerRunArgs(container_image=image, network="none")
+
+
+async def test_an_image_of_another_node_starts_without_being_fetched_whole(nodes: Nodes, client: DSecClient) -> None:
+    async with await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
+        result = await sandbox.exec(["python3", "-c", "import json; print(json.dumps([1]))"])
+        assert result.stdout == "[1]\n", result
+    image = await client.images.get(IMAGE)
+    assert 0 < nodes.kept() < image.size / 2
+
+
+async def test_what_is_read_is_what_the_other_node_has(nodes: Nodes, client: DSecClient) -> None:
+    command = "find /usr/bin /usr/lib/python3* /etc -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum"
+    async with DSecClient(nodes.first.url, nodes.first.api_key) as other:
+        async with await other.run_container(_args(), timeout=DEADLINE_S) as sandbox:
+            expected = await sandbox.exec(command, timeout=DEADLINE_S)
+    async with await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
+        found = await sandbox.exec(command, timeout=DEADLINE_S)
+    assert expected.exit_code == 0 and found.stdout_bytes == expected.stdout_bytes
+
+
+@pytest.mark.parametrize("part", ["dsec-blobfs", "dsec.images.fetcher", "dsec.serve", "dsec-spawner"])
+async def test_kill_9_of_any_part_costs_a_wait_at_most(nodes: Nodes, client: DSecClient, part: str) -> None:
+    async with await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
+        reading = asyncio.create_task(sandbox.exec("cat /usr/lib/x86_64-linux-gnu/* /usr/sbin/* 2>/dev/null | wc -c", timeout=DEADLINE_S))
+        await asyncio.sleep(0.05)
+        for pid in nodes.second.pids(part):
+            if "supervise" not in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+        result = await reading
+        assert result.exit_code == 0 and int(result.stdout) > 0, result
+        assert (await sandbox.exec(["true"])).exit_code == 0
+
+
+async def test_a_blob_that_is_whole_becomes_a_blob_of_the_node(nodes: Nodes, client: DSecClient) -> None:
+    image = await client.images.get(IMAGE)
+    blobs = [nodes.second.home / "state/images/blobs" / str(layer.blob).removeprefix("sha256:") for layer in image.layers]
+    assert not any(blob.exists() for blob in blobs)
+    async with await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
+        await sandbox.exec("find / -xdev -type f -print0 | xargs -0 cat > /dev/null", timeout=DEADLINE_S)
+        end = time.monotonic() + DEADLINE_S
+        while not all(blob.exists() for blob in blobs):
+            assert time.monotonic() < end, "the blob was not taken over"
+            await asyncio.sleep(0.1)
+        assert (await sandbox.exec(["python3", "-c", "print(1)"])).stdout == "1\n"
+
+
+async def test_a_corrupted_chunk_is_never_shown(nodes: Nodes, base_tar: Path) -> None:
+    """On a third node, which has nothing of the image yet."""
+    frames = sorted((nodes.store / "blobs").glob("*.z"), key=lambda path: path.stat().st_size)[-1]
+    content = frames.read_bytes()
+    damaged = bytearray(content)
+    for place in range(0, len(damaged), 50_000):
+        damaged[place] ^= 0xFF
+    frames.chmod(0o644)
+    frames.write_bytes(damaged)
+    try:
+        with _node(nodes.store.parent / "three-03", nodes.store, "--uid-base", str(0x4800_0000)) as third:
+            async with DSecClient(third.url, third.api_key) as client:
+                async with await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
+                    result = await sandbox.exec(["python3", "-c", "print(1)"], timeout=DEADLINE_S)
+                    assert result.exit_code != 0
+                    events = [event async for event in _until_storage(sandbox)]
+                    assert "storage" in {event.kind for event in events}
+    finally:
+        frames.write_bytes(content)
+
+
+async def _until_storage(sandbox):  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in sandbox.events():
+            yield event
+            if event.kind == "storage":
+                return
