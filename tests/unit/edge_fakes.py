@@ -301,7 +301,7 @@ class FakeSpawner:
     async def hello(self) -> NodeFacts:
         return NodeFacts(version="0", kernel="6.18", cores=2, memory=24 * GB, cgroup="hybrid", scratch=64 * GB, scratch_used=GB)
 
-    async def layer_mount(self, meta: str, blob: str | None) -> None:
+    async def layer_mount(self, meta: str, blob: str | None, *, lazy: bool = False) -> None:
         self._node.mounts += 1
         self._node.mounted[meta] = blob
 
