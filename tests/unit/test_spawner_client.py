@@ -125,7 +125,8 @@ async def answered(call: Awaitable[object], fake: FakeSpawner, result: Map) -> t
 @pytest.mark.parametrize(
     ("call", "answer", "sent", "returned"),
     [
-        (lambda s: s.layer_mount("ab", None), {}, {"verb": "layer_mount", "meta": "ab", "blob": None}, None),
+        (lambda s: s.layer_mount("ab", None), {}, {"verb": "layer_mount", "meta": "ab", "blob": None, "lazy": False}, None),
+        (lambda s: s.layer_mount("ab", "cd", lazy=True), {}, {"verb": "layer_mount", "meta": "ab", "blob": "cd", "lazy": True}, None),
         (lambda s: s.layer_unmount("ab"), {}, {"verb": "layer_unmount", "meta": "ab"}, None),
         (lambda s: s.layers(), {"layers": ["ab"]}, {"verb": "layers"}, ["ab"]),
         (lambda s: s.hello(), FACTS, {"verb": "hello"}, msgspec.convert(FACTS, NodeFacts)),

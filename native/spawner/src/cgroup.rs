@@ -22,6 +22,8 @@ const DEVICES: &[&str] = &[
     "c 5:0 rwm",
     "c 5:2 rwm",
     "c 136:* rwm",
+    // /dev/fuse, for the spawner itself, which is in the same group: sandboxes have no node of it and can't make one.
+    "c 10:229 rwm",
 ];
 
 /// Scheduler period of a CPU quota, the kernel's default.

@@ -118,7 +118,9 @@ impl Fuse {
             ));
         }
         let mut state = self.wait(false, HANDOVER);
-        if state.holder.is_some() || state.number.is_none() {
+        let theirs = connection_of(&descriptor);
+        let is_ours = state.number.is_some() && (theirs.is_none() || theirs == state.number);
+        if state.holder.is_some() || !is_ours {
             return Err(refusal(
                 io::ErrorKind::AlreadyExists,
                 "the filesystem of this connection is no longer mounted, or another blobfs serves it: start again",
@@ -191,6 +193,16 @@ impl Fuse {
         state.number = None;
         Ok(true)
     }
+}
+
+/// The number of a descriptor's connection, where the kernel shows it (from Linux 6.16 on).
+fn connection_of(descriptor: &File) -> Option<u32> {
+    let path = format!("/proc/thread-self/fdinfo/{}", descriptor.as_raw_fd());
+    let info = std::fs::read_to_string(path).ok()?;
+    let line = info
+        .lines()
+        .find_map(|line| line.strip_prefix("fuse_connection:"))?;
+    line.trim().parse().ok()
 }
 
 /// Where the kernel has no FUSE, it says "no such device" to the node or to the filesystem's name.
