@@ -107,9 +107,10 @@ class Checker:
     async def _fetch(self, layer: LayerInfo, digest: str) -> str:
         if digest == layer.blob:
             await self._puller.whole(layer, lambda count: None)
+        elif digest == layer.index:
+            await self._puller.table(layer)
         else:
-            self._puller.forget(layer)
-            await self._puller.states([layer])
+            await self._puller.metas([layer])
         return "fetched from the shared store"
 
     async def _stray(self, name: str, problem: str, detail: str) -> None:

@@ -63,7 +63,7 @@ def entries(image: bytes) -> Iterator[tuple[bytes, Entry]]:
     ImageError for what is no such metadata."""
     try:
         yield from _walk(image)
-    except (struct.error, IndexError) as error:
+    except (struct.error, IndexError, OverflowError) as error:
         raise ImageError(f"the metadata of the layer is broken: {error}") from error
 
 

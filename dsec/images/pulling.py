@@ -77,7 +77,7 @@ class Puller:
         await self._meta(layer)
         if layer.blob is None or self._local.has(layer.blob):
             return LayerState(layer, None)
-        return LayerState(layer, await self._table(layer))
+        return LayerState(layer, await self.table(layer))
 
     async def _fetch_meta(self, layer: LayerInfo) -> None:
         if layer.meta_bytes > self._limits.metadata:
@@ -86,18 +86,18 @@ class Puller:
         content = await asyncio.to_thread(unpack_meta, packed, layer)
         await asyncio.to_thread(self._keep, content, layer.digest)
 
-    async def _table(self, layer: LayerInfo) -> bytes:
+    async def table(self, layer: LayerInfo) -> bytes:
+        """The chunk table of a layer with data, on this node when this returns. Raises ImageError, Unavailable."""
         assert layer.blob is not None
         if layer.index is None:
             raise ImageError(f"{layer.blob} is not on this node, and in no chunked store: import its image again")
+        path = self._local.path(layer.index)
         known = self._tables.get(layer.index)
-        if known is not None:
+        if known is not None and path.exists():
             return known
         async with self._flights.of(layer.index), self._small:
-            path = self._local.path(layer.index)
-            if path.exists():
-                encoded = await asyncio.to_thread(path.read_bytes)
-            else:
+            encoded = await asyncio.to_thread(path.read_bytes) if path.exists() else b""
+            if f"sha256:{hashlib.sha256(encoded).hexdigest()}" != layer.index:
                 encoded = await self._get(layer, table_key(layer.blob))
             if f"sha256:{hashlib.sha256(encoded).hexdigest()}" != layer.index:
                 raise ImageError(f"the chunk table of {layer.blob} has another digest than its image says: `dsec image fsck` tells more")
@@ -110,11 +110,6 @@ class Puller:
             self._tables[layer.index] = encoded
             return encoded
 
-    def forget(self, layer: LayerInfo) -> None:
-        """Drops what is kept in memory of a layer."""
-        if layer.index is not None:
-            self._tables.pop(layer.index, None)
-
     async def whole(self, layer: LayerInfo, told: Callable[[int], None]) -> None:
         """Fetches the data of a layer whose metadata is here. What an earlier attempt brought is kept. ``told``: bytes more that are here.
 
@@ -123,7 +118,7 @@ class Puller:
         if layer.blob is None or self._local.has(layer.blob):
             told(layer.blob_bytes)
             return
-        table = ChunkTable.decode(await self._table(layer))
+        table = ChunkTable.decode(await self.table(layer))
         async with self._flights.of(layer.blob):
             if self._local.has(layer.blob):
                 told(layer.blob_bytes)

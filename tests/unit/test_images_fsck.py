@@ -1,0 +1,170 @@
+"""fsck: every kind of damage, on the node and in the shared store, is found, said, and mended where there is another copy."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from dsec.images.blobs import hex_of
+from dsec.images.shared_catalog import manifest_key
+from libdsec.schema import ImageFinding, ImageInfo
+from tests.unit.images_nodes import ADMIN, Node, content, node
+
+QUIET = lambda line: None  # noqa: E731
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "shared")
+
+
+@pytest.fixture
+async def a(tmp_path: Path, url: str) -> AsyncIterator[Node]:
+    async with node(tmp_path / "a", url) as made:
+        yield made
+
+
+async def check(node: Node, *, deep: bool = False, repair: bool = False) -> list[ImageFinding]:
+    found: list[ImageFinding] = []
+    await node.images.fsck(found.append, deep=deep, repair=repair)
+    return found
+
+
+def flip(path: Path) -> None:
+    """Changes one byte in the middle; sizes stay."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    mode = path.stat().st_mode
+    path.unlink()
+    path.write_bytes(data)
+    path.chmod(mode)
+
+
+def cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:-1])
+
+
+async def test_what_is_whole_has_no_findings(a: Node) -> None:
+    await a.load("x", {"data": content(1, 2 << 20)})
+    assert await check(a) == await check(a, deep=True) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "damage", "deep", "problem"),
+    [
+        ("z", Path.unlink, False, "missing"),
+        ("z", cut, False, "corrupt"),
+        ("z", flip, True, "corrupt"),
+        ("idx", Path.unlink, False, "missing"),
+        ("idx", flip, False, "corrupt"),
+        ("zst", Path.unlink, False, "missing"),
+        ("zst", flip, True, "corrupt"),
+    ],
+)
+async def test_damage_in_the_store_is_found_and_mended_from_a_node_that_has_the_layer(
+    part: str, damage: Callable[[Path], None], deep: bool, problem: str, a: Node, url: str, tmp_path: Path
+) -> None:
+    made = await a.load("x", {"data": content(2, 2 << 20)})
+    [layer] = made.layers
+    key = f"metas/{hex_of(layer.digest)}.zst" if part == "zst" else f"blobs/{hex_of(layer.blob or '')}.{part}"
+    before = Path(url, key).read_bytes()
+    damage(Path(url, key))
+    [finding] = await check(a, deep=deep)
+    assert (finding.where, finding.problem, finding.object, finding.image) == ("store", problem, key, "x@1")
+    assert not finding.repaired
+    async with node(tmp_path / "b", url) as b:
+        [elsewhere] = await check(b, deep=deep, repair=True)
+        assert not elsewhere.repaired and "can't be repaired here" in elsewhere.detail
+    [finding] = await check(a, deep=deep, repair=True)
+    assert finding.repaired
+    assert Path(url, key).read_bytes() == before
+    assert await check(a, deep=True) == []
+
+
+@pytest.mark.parametrize(("damage", "deep"), [(cut, False), (flip, True)])
+@pytest.mark.parametrize("part", ["digest", "blob", "index"])
+async def test_damage_on_a_node_is_found_and_mended_from_the_store(
+    part: str, damage: Callable[[Path], None], deep: bool, a: Node, tmp_path: Path, url: str
+) -> None:
+    made = await a.load("x", {"data": content(3, 2 << 20)})
+    async with node(tmp_path / "b", url) as b:
+        await b.images.pull("x", True, QUIET)
+        path = b.root / "images" / "blobs" / hex_of(getattr(made.layers[0], part))
+        good = path.read_bytes()
+        damage(path)
+        deep = deep or part == "index"
+        [finding] = await check(b, deep=deep)
+        assert (finding.where, finding.problem, finding.image) == ("node", "corrupt", "x@1")
+        [finding] = await check(b, deep=deep, repair=True)
+        assert finding.repaired, finding.detail
+        assert path.read_bytes() == good
+        assert await check(b, deep=True) == []
+
+
+async def test_what_no_store_has_is_said_and_left(tmp_path: Path) -> None:
+    async with node(tmp_path / "alone", None) as alone:
+        made = await alone.load("x", {"data": content(4, 1 << 20)})
+        path = alone.root / "images" / "blobs" / hex_of(made.layers[0].blob or "")
+        flip(path)
+        [finding] = await check(alone, deep=True, repair=True)
+        assert not finding.repaired and "import the image again" in finding.detail
+        assert path.exists()
+        path.unlink()
+        [finding] = await check(alone, repair=True)
+        assert (finding.problem, finding.repaired) == ("missing", False)
+
+
+async def test_what_lies_about_is_found(a: Node, url: str) -> None:
+    gone = await a.load("gone", {"data": content(5, 1 << 20)})
+    await a.images.remove("gone", ADMIN)
+    old = time.time() - 7200
+    (a.root / "images" / "blobs" / "notes.txt").write_text("mine")
+    for name, text in {"uploads/ab.json": "{}", "gc.json": "{}", "blobs/half#2": "x", "leases/x.json": "{"}.items():
+        Path(url, name).parent.mkdir(exist_ok=True)
+        Path(url, name).write_text(text)
+    for path in Path(url).rglob("*"):
+        os.utime(path, (old, old))
+    Path(url, manifest_key("bad", 1)).parent.mkdir()
+    Path(url, manifest_key("bad", 1)).write_text("{")
+    found = {(finding.where, finding.problem, finding.object) for finding in await check(a)}
+    blob, meta = hex_of(gone.layers[0].blob or ""), hex_of(gone.layers[0].digest)
+    assert found == {
+        ("node", "half-made", "notes.txt"),
+        ("node", "orphan", blob),
+        ("node", "orphan", meta),
+        ("node", "orphan", hex_of(gone.layers[0].index or "")),
+        ("store", "orphan", f"blobs/{blob}.z"),
+        ("store", "orphan", f"blobs/{blob}.idx"),
+        ("store", "orphan", f"metas/{meta}.zst"),
+        ("store", "half-made", "uploads/ab.json"),
+        ("store", "half-made", "gc.json"),
+        ("store", "half-made", "blobs/half#2"),
+        ("store", "corrupt", "leases/x.json"),
+        ("store", "corrupt", manifest_key("bad", 1)),
+    }
+    left = {finding.object for finding in await check(a, repair=True) if not finding.repaired}
+    # Orphans in the store are gc's, which knows about leases; a manifest that can't be read is a human's.
+    assert left == {f"blobs/{blob}.z", f"blobs/{blob}.idx", f"metas/{meta}.zst", manifest_key("bad", 1)}
+    Path(url, manifest_key("bad", 1)).unlink()
+    await a.images.collect_garbage()
+    assert await check(a) == []
+
+
+async def test_a_crash_in_a_push_is_said_and_needs_no_repair(a: Node, url: str) -> None:
+    """Frames without a table, a table without metadata, all without a manifest: nobody takes any of it for an image."""
+    made: ImageInfo = await a.load("x", {"data": content(6, 1 << 20)})
+    blob = hex_of(made.layers[0].blob or "")
+    Path(url, manifest_key("x", 1)).unlink()
+    Path(url, f"metas/{hex_of(made.layers[0].digest)}.zst").unlink()
+    Path(url, f"blobs/{blob}.idx").unlink()
+    assert await check(a) == []
+    os.utime(Path(url, f"blobs/{blob}.z"), (1, 1))
+    assert [(finding.problem, finding.object) for finding in await check(a)] == [("orphan", f"blobs/{blob}.z")]
+    assert await a.images.push("x", ADMIN, QUIET) == made
+    assert await check(a, deep=True) == []
