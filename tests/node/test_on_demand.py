@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from libdsec import DSecClient, DSecContainerRunArgs
+from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from libdsec.schema import SandboxEvent
 from tests.conftest import Instance, start_instance, stop_instance
 
 DEADLINE_S = 60.0
@@ -131,14 +132,14 @@ async def test_a_corrupted_chunk_is_never_shown(nodes: Nodes, base_tar: Path) ->
                     result = await sandbox.exec(["python3", "-c", "print(1)"], timeout=DEADLINE_S)
                     assert result.exit_code != 0
                     events = [event async for event in _until_storage(sandbox)]
-                    assert "storage" in {event.kind for event in events}
+                    assert "storage" in {event.type for event in events}
     finally:
         frames.write_bytes(content)
 
 
-async def _until_storage(sandbox):  # type: ignore[no-untyped-def]
+async def _until_storage(sandbox: Sandbox) -> AsyncIterator[SandboxEvent]:
     async with asyncio.timeout(DEADLINE_S):
         async for event in sandbox.events():
             yield event
-            if event.kind == "storage":
+            if event.type == "storage":
                 return
