@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -265,7 +266,7 @@ def test_a_reader_that_is_killed_leaves_no_wrong_page_behind(node: Node, parts: 
         if child == 0:
             os.pread(file.fileno(), 2 * MB, 0)
             os._exit(0)
-        eventually(lambda: len(node.fetcher.requests) > 3, "its reads")
+        eventually(lambda: len(node.fetcher.requests) > 1, "its reads")
         os.kill(child, signal.SIGKILL)
         time.sleep(0.2)
         node.fetcher.gate.set()
@@ -533,7 +534,7 @@ def test_a_trace_tells_first_touches_in_their_order(node: Node, parts: tuple[Con
             os.pread(file.fileno(), 4096, chunk * CHUNK)
     chunks = blobfs.do("trace_take", blob=layer.blob.hex)["chunks"]
     assert [chunk for chunk, _ in chunks] == [20, 3, 40]
-    assert all(earlier[1] <= later[1] for earlier, later in zip(chunks, chunks[1:], strict=False))
+    assert all(earlier[1] <= later[1] for earlier, later in itertools.pairwise(chunks))
     assert blobfs.ask("trace_take", blob=layer.blob.hex)["error"]["code"] == "conflict"
 
 
@@ -579,5 +580,7 @@ def test_bad_requests_are_refused_with_the_reason(node: Node, parts: tuple[Conne
 def test_nobody_else_may_ask(node: Node, parts: tuple[Connection, Connection]) -> None:
     for path in (node.run / "blobfs.sock", node.run / "spawner.sock"):
         program = f"import socket; socket.socket(socket.AF_UNIX).connect({str(path)!r})"
-        done = subprocess.run(["/usr/bin/python3", "-c", program], user=12_345, group=12_345, extra_groups=[], capture_output=True, check=False)
+        done = subprocess.run(
+            ["/usr/bin/python3", "-c", program], user=12_345, group=12_345, extra_groups=[], capture_output=True, check=False
+        )
         assert b"PermissionError" in done.stderr
