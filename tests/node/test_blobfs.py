@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import itertools
 import mmap
 import os
@@ -145,6 +146,26 @@ def test_many_readers_of_many_places_get_the_right_bytes(node: Node, parts: tupl
 
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(read, range(64)))
+
+
+def test_a_sandbox_lives_on_a_layer_that_comes_as_it_is_read(node: Node, parts: tuple[Connection, Connection]) -> None:
+    spawner, _ = parts
+    layer = mounted(node, parts, {"srv/noise": noise(4 * MB)})
+    spec = {"sandbox": "sb-bf-00112233", "layers": [layer.meta], "hostname": "box", "memory": 64 * MB, "pids": 64, "disk": 64 * MB}
+    made = spawner.do("create", **spec)
+    inside = Path(f"/proc/{made['pid']}/root/srv/noise")
+    with inside.open("rb", buffering=0) as file:
+        assert os.pread(file.fileno(), 4096, MB) == layer.files["srv/noise"][MB : MB + 4096]
+    node.fetcher.gate.clear()
+    before = len(node.fetcher.requests)
+    reader = in_thread(inside.read_bytes)
+    eventually(lambda: len(node.fetcher.requests) > before, "a read under way")
+    node.kill(node.blobfs_process)
+    node.fetcher.gate.set()
+    node.start_blobfs()
+    assert reader.result(30) == layer.files["srv/noise"]
+    spawner.do("kill", sandbox=spec["sandbox"])
+    spawner.do("layer_unmount", meta=layer.meta)
 
 
 # -- one flight a chunk
@@ -473,6 +494,40 @@ def test_what_an_earlier_process_kept_is_used_but_not_trusted(node: Node, parts:
     node.start_blobfs()
     assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
     assert set(node.fetcher.requests) == {(layer.blob.hex, 5)}
+
+
+def test_no_wrong_byte_while_chunks_come_and_go_under_many_readers(node: Node) -> None:
+    spawner = node.start_spawner()
+    node.fetcher.start()
+    blobfs = node.start_blobfs(cache_bytes=MB)
+    layer = mounted(node, (spawner, blobfs), {"noise": noise(4 * MB)})
+    path, content = node.path("blobs", layer.blob.hex), layer.blob.content
+    stop = threading.Event()
+
+    def read(seed: int) -> bytes:
+        chance, reads = random.Random(seed), 0
+        # Past the page cache: each is a request of its own, often of two chunks or three.
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        buffer = mmap.mmap(-1, 160 << 10)
+        while not stop.is_set():
+            size = 4096 * chance.randrange(1, 40)
+            offset = 4096 * chance.randrange((len(content) - size) // 4096)
+            assert os.preadv(file, [memoryview(buffer)[:size]], offset) == size
+            assert buffer[:size] == content[offset : offset + size], (offset, size)
+            reads += 1
+        os.close(file)
+        return str(reads).encode()
+
+    readers = [in_thread(functools.partial(read, seed)) for seed in range(12)]
+    for _ in range(4):
+        time.sleep(0.7)
+        # What is kept has to be checked again, while it is pushed out by what is fetched.
+        node.kill(node.blobfs_process)
+        blobfs = node.start_blobfs(cache_bytes=MB)
+    stop.set()
+    assert all(int(reader.result(30)) > 10 for reader in readers)
+    assert blobfs.do("stats", blobs=None)["cache_used"] <= MB
+    assert allocated(node) <= MB + (64 << 10)
 
 
 # -- what the service asks for
