@@ -1,4 +1,4 @@
-"""A spawner, a blobfs and a fetcher that does what a test wants of it, on directories of their own; and layers whose blobs lie in chunks."""
+"""A spawner, a blobfs and a fetcher that does what a test wants of it; and layers whose blobs lie in chunks."""
 
 from __future__ import annotations
 
@@ -371,4 +371,3 @@ def running_node() -> Iterator[Node]:
         finally:
             node.end()
         assert node.traces() == []
-

@@ -82,9 +82,9 @@ async def test_an_image_of_another_node_starts_without_being_fetched_whole(nodes
 
 async def test_what_is_read_is_what_the_other_node_has(nodes: Nodes, client: DSecClient) -> None:
     command = "find /usr/bin /usr/lib/python3* /etc -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum"
-    async with DSecClient(nodes.first.url, nodes.first.api_key) as other:
-        async with await other.run_container(_args(), timeout=DEADLINE_S) as sandbox:
-            expected = await sandbox.exec(command, timeout=DEADLINE_S)
+    other = DSecClient(nodes.first.url, nodes.first.api_key)
+    async with other, await other.run_container(_args(), timeout=DEADLINE_S) as sandbox:
+        expected = await sandbox.exec(command, timeout=DEADLINE_S)
     async with await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
         found = await sandbox.exec(command, timeout=DEADLINE_S)
     assert expected.exit_code == 0 and found.stdout_bytes == expected.stdout_bytes
@@ -127,12 +127,12 @@ async def test_a_corrupted_chunk_is_never_shown(nodes: Nodes, base_tar: Path) ->
     frames.write_bytes(damaged)
     try:
         with _node(nodes.store.parent / "three-03", nodes.store, "--uid-base", str(0x4800_0000)) as third:
-            async with DSecClient(third.url, third.api_key) as client:
-                async with await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
-                    result = await sandbox.exec(["python3", "-c", "print(1)"], timeout=DEADLINE_S)
-                    assert result.exit_code != 0
-                    events = [event async for event in _until_storage(sandbox)]
-                    assert "storage" in {event.type for event in events}
+            client = DSecClient(third.url, third.api_key)
+            async with client, await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
+                result = await sandbox.exec(["python3", "-c", "print(1)"], timeout=DEADLINE_S)
+                assert result.exit_code != 0
+                events = [event async for event in _until_storage(sandbox)]
+                assert "storage" in {event.type for event in events}
     finally:
         frames.write_bytes(content)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -84,13 +84,13 @@ class Supervised:
     def log(self) -> str:
         return (self.home / "log").read_text()
 
-    def start(self, *arguments: str) -> None:
+    def start(self, *arguments: str, more: Sequence[str] = ()) -> None:
         code = self.home / "closed" / "code"
         code.mkdir(parents=True, exist_ok=True)
         (code / "service.py").write_text(SERVICE)
         code.parent.chmod(0o700)
         options: list[str | Path] = ["--run-dir", self.run, "--state-dir", self.state, "--cgroup", self.cgroup, "--uid-base", str(UID_BASE)]
-        options += ["--service-uid", str(SERVICE_UID), "--scratch-mb", "512", "--chronus", BIN / "chronus", "--code", code]
+        options += ["--service-uid", str(SERVICE_UID), "--scratch-mb", "512", "--chronus", BIN / "chronus", "--code", code, *more]
         argv: list[str | Path] = [os.path.realpath(sys.executable), code / "service.py", self.run, self.state, *arguments]
         with (self.home / "log").open("ab") as log:
             environment = {**os.environ, "AWS_SECRET_ACCESS_KEY": "secret", "DSEC_EXAMPLE": str(code / "x")}
@@ -218,6 +218,36 @@ def test_a_killed_spawner_is_started_again_without_the_service_noticing(instance
     assert spawner is not None
     os.kill(spawner, signal.SIGKILL)
     eventually(lambda: instance.pid_of("serve") not in (None, spawner), "another spawner")
+    assert instance.told()["pid"] == service
+
+
+def uid_of(pid: int) -> int:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert int(status["CapEff"], 16) == 0
+    return int(status["Uid"].split()[0])
+
+
+def test_blobfs_and_the_fetcher_run_beside_the_service_and_are_started_again(instance: Supervised) -> None:
+    words = [os.path.realpath(sys.executable), "-c", "import signal; signal.pause()", str(instance.run), "the-fetcher"]
+    instance.start(more=[f"--fetcher={word}" for word in words])
+    service = instance.told()["pid"]
+    for word in (str(BIN / "dsec-blobfs"), "the-fetcher"):
+        first = eventually(lambda word=word: instance.pid_of(word), word)
+        assert uid_of(first) == SERVICE_UID
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda word=word, first=first: instance.pid_of(word) not in (None, first), f"another {word}")
+    assert instance.told()["pid"] == service
+    eventually((instance.run / "blobfs.sock").exists, "blobfs' socket")
+    instance.signal(signal.SIGINT)
+    assert instance.end() == 0
+    assert instance.traces() == []
+    assert not instance.run.exists() or list(instance.run.iterdir()) == []
+
+
+def test_a_blobfs_that_cant_run_takes_nothing_down(instance: Supervised) -> None:
+    instance.start(more=["--blobfs", "/nowhere/dsec-blobfs"])
+    service = instance.told()["pid"]
+    eventually(lambda: "/nowhere/dsec-blobfs can't be started" in instance.log(), "the reason")
     assert instance.told()["pid"] == service
 
 

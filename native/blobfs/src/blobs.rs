@@ -170,6 +170,8 @@ pub struct Blobs {
     patience: Duration,
     jobs: mpsc::Sender<Job>,
     events: Arc<Events>,
+    /// Held while a blob comes or goes: both take several steps.
+    changing: Mutex<()>,
 }
 
 /// The number of a blob's inode: the same in every process, since the kernel keeps it over restarts. None for what is no digest.
@@ -192,6 +194,8 @@ enum Plan {
         file: Arc<CacheFile>,
         length: usize,
         pinned: Vec<Key>,
+        /// Where its reader will go on: offset and length.
+        next: (u64, u64),
     },
     /// Some of it is on its way; these parts are in the file, and pinned.
     Partly {
@@ -278,6 +282,8 @@ impl State {
         };
         let serial = self.flights.start(key, priority, waiter);
         if state == Chunk::Kept {
+            // It must not be given up between the look at it and the verdict.
+            self.pin(key);
             return Some(Job::Check { key, serial });
         }
         self.flights.enqueue(key);
@@ -362,6 +368,7 @@ impl Blobs {
             patience,
             jobs,
             events,
+            changing: Mutex::new(()),
         };
         for (hex, raw) in tables {
             // A table that this version can't read is one that nobody has registered with it.
@@ -395,6 +402,7 @@ impl Blobs {
                 format!("the chunk table of {hex}: {what}"),
             )
         })?;
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = self.lock().blobs.get(&node) {
             return if known.hex == hex && *known.table == table {
                 Ok(())
@@ -457,13 +465,19 @@ impl Blobs {
                 state.lru.touch(Key { node, chunk });
             }
         }
+        let complete = blob.is_complete().then(|| Event::Complete {
+            blob: blob.hex.clone(),
+        });
         state.blobs.insert(node, blob);
         state.make_room(0, self.bound);
+        drop(state);
+        self.tell(complete);
         Ok(())
     }
 
     /// Lets go of a blob and of its files.
     pub fn forget(&self, hex: &str) -> Result<(), Refusal> {
+        let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let node = {
             let mut state = self.lock();
             let (node, blob) = state.find(hex)?;
@@ -628,7 +642,11 @@ impl Blobs {
                     file,
                     length,
                     pinned,
+                    next,
                 } => {
+                    if next.1 > 0 {
+                        file.will_need(next.0, next.1);
+                    }
                     if buffer.len() < length {
                         buffer.resize(length, 0);
                     }
@@ -724,6 +742,10 @@ impl Blobs {
                 file,
                 length: length as usize,
                 pinned: there,
+                next: (
+                    table.start_of(ahead.start),
+                    ahead.len() as u64 * u64::from(table.chunk_bytes),
+                ),
             }
         } else {
             let pending = Arc::new(Pending::new(
@@ -835,7 +857,11 @@ impl Blobs {
     fn give_up(&self, mut state: MutexGuard<'_, State>, key: Key, reason: &str) {
         let waiters = state.flights.land(key);
         self.send(&mut state);
-        let told = state.failure(key, reason);
+        let told = if waiters.is_empty() {
+            None
+        } else {
+            state.failure(key, reason)
+        };
         drop(state);
         waiters.iter().for_each(|waiter| waiter.fail());
         self.tell(told);
@@ -867,26 +893,28 @@ impl Blobs {
     /// Looks at what an earlier process kept of a chunk.
     fn check(&self, key: Key, serial: u64) {
         let Some((file, table)) = self.source(key, serial) else {
-            return;
+            return self.lock().unpin(key);
         };
         let start = table.start_of(key.chunk);
         let mut content = vec![0; table.length_of(key.chunk) as usize];
         let right = file.read(start, &mut content).is_ok()
             && chunk::is_right(&table.entries[key.chunk as usize], &content);
         let mut state = self.lock();
+        state.unpin(key);
         if !state.flights.is_current(key, serial) {
             return;
         }
         if right {
             return self.arrived(state, key, start, &content);
         }
-        // A blob that was taken as a whole is somebody else's file as well: it is overwritten in place, never punched.
+        // A blob that was taken as a whole is somebody else's file as well, and a chunk that became doubtful may still be read by somebody: these are
+        // overwritten in place.
         let is_ours = state.blobs.get(&key.node).is_some_and(|blob| !blob.sealed);
-        if is_ours {
+        if is_ours && !state.pins.contains_key(&key) {
             let _ = file.punch(start, content.len() as u64);
-            if state.lru.remove(&key) {
-                state.used -= content.len() as u64;
-            }
+        }
+        if state.lru.remove(&key) {
+            state.used -= content.len() as u64;
         }
         if let Some(blob) = state.blobs.get_mut(&key.node) {
             blob.chunks[key.chunk as usize] = Chunk::Absent;

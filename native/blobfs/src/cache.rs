@@ -49,10 +49,8 @@ impl Directory {
                 .open(&lock),
         )?;
         // SAFETY: plain integers; the descriptor is open.
-        named(
-            &lock,
-            check(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) }),
-        )?;
+        let locked = check(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) });
+        named(&lock, locked)?;
         Ok(Directory { path, _lock: file })
     }
 
@@ -146,6 +144,19 @@ pub struct CacheFile(File);
 impl CacheFile {
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         self.0.read_exact_at(buffer, offset)
+    }
+
+    /// Lets the kernel begin to read this range from the disk. Without a result: it is advice.
+    pub fn will_need(&self, offset: u64, length: u64) {
+        // SAFETY: plain integers; the descriptor is open.
+        unsafe {
+            libc::posix_fadvise(
+                self.0.as_raw_fd(),
+                offset as libc::off_t,
+                length as libc::off_t,
+                libc::POSIX_FADV_WILLNEED,
+            )
+        };
     }
 
     /// Writes a chunk into space that is allocated first: a full disk shows here, and not when the kernel writes the page back.

@@ -4,7 +4,7 @@
 //! FUSE_DEV_IOC_CLONE is not used: what was read from a clone is aborted when its process dies, instead of waiting for the next one.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 const IN_HEADER: usize = 40;
 /// The kernel asks for room for its largest request: a name, or 8 KiB at least (FUSE_MIN_READ_BUFFER).
@@ -276,12 +276,6 @@ impl Device {
 
     pub fn raw(&self) -> RawFd {
         self.0.as_raw_fd()
-    }
-}
-
-impl AsFd for Device {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
     }
 }
 

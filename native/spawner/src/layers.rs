@@ -553,7 +553,8 @@ impl Pinned {
             }
             Data::Lazy(blob) => {
                 context.set(c"device", &by_descriptor(blob)?)?;
-                // A buffered read that is cut short (its reader was killed while it waited) would be filled up with zeros, for everybody.
+                // Past the page cache of blobfs' file: what is read isn't kept twice, and a read that is cut short because its reader is killed can't be
+                // filled up with zeros for everybody (Linux 7.0-rc1 still did that).
                 context.set_flag(c"directio")?;
                 LAZY
             }

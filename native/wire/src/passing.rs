@@ -143,7 +143,7 @@ mod tests {
         send_frame(&here, b"second", Some(null.as_raw_fd())).unwrap();
         send_frame(&here, b"", None).unwrap();
         drop(here);
-        let mut next = || receive_frame(&there, 100).unwrap();
+        let next = || receive_frame(&there, 100).unwrap();
         assert!(matches!(next(), Some((body, None)) if body == b"first"));
         assert!(matches!(next(), Some((body, Some(_))) if body == b"second"));
         assert!(matches!(next(), Some((body, None)) if body.is_empty()));
