@@ -232,7 +232,7 @@ class Checker:
                     await self._object(blobs, "corrupt", each.key, f"it is no lease: {error}")
                 except BlobMissing:
                     pass
-        for name in await blobs.staging(now - HALF_MADE_S):
+        for name in await blobs.staging("", now - HALF_MADE_S):
             finding = self._finding("store", "half-made", name, "a file that never became an object", None)
 
             async def drop(name: str = name) -> str:

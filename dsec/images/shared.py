@@ -7,12 +7,15 @@ linked) into place and synced before a put returns; S3 shows no object before it
 from __future__ import annotations
 
 import asyncio
+import builtins
 import configparser
+import contextlib
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import parse_qsl, urlsplit
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 LIST_BATCH = 1000
 """Objects that come from a listing at a time; S3 gives no more."""
+WALK_BATCH = 10_000
+"""Files of a directory looked at by one hop to a thread: 50 ms."""
 PART_BYTES = 16 << 20
 """Of an upload in parts. 10,000 of them, the most that S3 takes, hold 160 GB."""
 PIECE = 4 << 20
@@ -54,8 +59,7 @@ RETRY_FOR_S = 20
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
 _PARAMETERS = {"endpoint", "region", "credentials", "anonymous"}
-_STAGING = re.compile(r".*#[0-9]+\Z")
-"""What the library calls the files that become objects; a crash leaves them, listings don't show them."""
+_STAGING = re.compile(r"#[0-9]+\Z")
 
 
 class BlobMissing(NotFound):
@@ -108,12 +112,15 @@ class Blobs(Protocol):
     def list(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
         """All objects below a directory, in batches, in no order."""
 
+    def names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
+        """The same, the keys alone: where sizes and times cost something, they aren't looked up."""
+
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that aren't there don't matter."""
 
-    async def staging(self, older_than: float) -> Sequence[str]:
-        """Names of files that a crash left half-written, last touched before that Unix time. (Parts of uploads to S3 are the bucket's
-        lifecycle rule's.)"""
+    async def staging(self, prefix: str, older_than: float) -> Sequence[str]:
+        """Names of files below a directory that a crash left half-written, last touched before that Unix time. (Parts of uploads to S3
+        are for the bucket's lifecycle rule.)"""
 
     async def drop_staging(self, names: Sequence[str]) -> None:
         """Removes files that :meth:`staging` named."""
@@ -265,26 +272,18 @@ class ObjectBlobs:
         except Exception as failure:
             raise self._translated(failure, f"listing {prefix}") from failure
 
+    async def names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
+        async for batch in self.list(prefix):
+            yield [each.key for each in batch]
+
     async def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), DELETE_BATCH):
             try:
                 await obstore.delete_async(self._store, list(keys[start : start + DELETE_BATCH]))
-            except FileNotFoundError:
-                # A directory stops at the first that isn't there.
-                await self._delete_each(keys[start : start + DELETE_BATCH])
             except Exception as failure:
                 raise self._translated(failure, "deleting") from failure
 
-    async def _delete_each(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            try:
-                await obstore.delete_async(self._store, key)
-            except FileNotFoundError:
-                pass
-            except Exception as failure:
-                raise self._translated(failure, f"deleting {key}") from failure
-
-    async def staging(self, older_than: float) -> Sequence[str]:
+    async def staging(self, prefix: str, older_than: float) -> Sequence[str]:
         return ()
 
     async def drop_staging(self, names: Sequence[str]) -> None:
@@ -305,6 +304,11 @@ class ObjectBlobs:
                 return Unavailable(what)
             case _:
                 return failure
+
+
+def _is_staging(name: str) -> bool:
+    """Whether the library calls a file so that is to become an object; a crash leaves it, listings don't show it."""
+    return "#" in name and _STAGING.search(name) is not None
 
 
 async def _pieces(path: Path, told: Callable[[int], None]) -> AsyncIterator[bytes]:
@@ -351,19 +355,69 @@ class DirectoryBlobs(ObjectBlobs):
             finally:
                 os.close(descriptor)
 
-    async def staging(self, older_than: float) -> Sequence[str]:
-        return await asyncio.to_thread(self._staging, older_than)
+    async def list(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
+        # The library takes 18 us for an object, this 4, and a store has millions.
+        listing = self._batches(prefix)
+        while (batch := await asyncio.to_thread(next, listing, None)) is not None:
+            yield batch
 
-    def _staging(self, older_than: float) -> list[str]:
+    def _batches(self, prefix: str) -> Iterator[Sequence[Listed]]:
+        walk = self._walk(prefix)
+        while part := tuple(islice(walk, WALK_BATCH)):
+            batch = []
+            for entry, key in part:
+                with contextlib.suppress(FileNotFoundError):
+                    if not _is_staging(entry.name):
+                        status = entry.stat()
+                        batch.append(Listed(key, status.st_size, status.st_mtime))
+            yield batch
+
+    async def names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
+        walk = self._walk(prefix)
+        while part := await asyncio.to_thread(lambda: tuple(islice(walk, WALK_BATCH))):
+            yield [key for entry, key in part if not _is_staging(entry.name)]
+
+    def _walk(self, prefix: str) -> Iterator[tuple[os.DirEntry[str], str]]:
+        """The files below a directory, and their paths from the root."""
+        pending = [prefix]
+        while pending:
+            directory = pending.pop()
+            try:
+                entries = os.scandir(self._root / directory)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._translated(error, f"listing {directory}") from error
+            with entries:
+                for entry in entries:
+                    key = f"{directory}/{entry.name}" if directory else entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(key)
+                    else:
+                        yield entry, key
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        await asyncio.to_thread(self._unlink, keys)
+
+    def _unlink(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                (self._root / key).unlink(missing_ok=True)
+            except OSError as error:
+                raise self._translated(error, f"deleting {key}") from error
+
+    async def staging(self, prefix: str, older_than: float) -> Sequence[str]:
+        return await asyncio.to_thread(self._staging, prefix, older_than)
+
+    def _staging(self, prefix: str, older_than: float) -> builtins.list[str]:
         found = []
-        for directory, _, names in os.walk(self._root):
-            for name in names:
-                path = Path(directory, name)
-                if _STAGING.match(name) and path.stat().st_mtime < older_than:
-                    found.append(str(path.relative_to(self._root)))
+        for entry, key in self._walk(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                if _is_staging(entry.name) and entry.stat().st_mtime < older_than:
+                    found.append(key)
         return found
 
     async def drop_staging(self, names: Sequence[str]) -> None:
         for name in names:
-            if _STAGING.match(name) and ".." not in name:
+            if _is_staging(name) and ".." not in name:
                 await asyncio.to_thread((self._root / name).unlink, missing_ok=True)

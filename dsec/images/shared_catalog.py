@@ -148,7 +148,7 @@ class SharedCatalog:
 
     async def keys(self) -> list[str]:
         """The keys of all manifests."""
-        return [each.key async for batch in self._blobs.list("images") for each in batch if _MANIFEST_KEY.match(each.key)]
+        return [key async for batch in self._blobs.names("images") for key in batch if _MANIFEST_KEY.match(key)]
 
     async def held(self, known: Mapping[str, Held]) -> dict[str, Held]:
         """What each manifest, by key, keeps alive; those in ``known`` aren't read. Raises ImageError for a broken one: nobody can say then
@@ -182,7 +182,7 @@ class SharedCatalog:
                 yield key, data
 
     async def _below(self, name: str) -> list[str]:
-        return [each.key async for batch in self._blobs.list(f"images/{name_key(name)}") for each in batch]
+        return [key async for batch in self._blobs.names(f"images/{name_key(name)}") for key in batch]
 
     async def _numbers(self, name: str) -> list[int]:
         matches = map(_NUMBER.search, await self._below(name))

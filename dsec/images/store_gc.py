@@ -119,4 +119,5 @@ class StoreGc:
         if stale:
             await self._blobs.delete(stale)
         await forget_leases(self._blobs, now)
-        await self._blobs.drop_staging(await self._blobs.staging(now - max(self.grace_s, 1.0)))
+        for prefix in ("metas", "blobs"):
+            await self._blobs.drop_staging(await self._blobs.staging(prefix, now - GRACE_S))

@@ -46,7 +46,9 @@ async def test_objects_are_put_read_listed_and_deleted(blobs: Blobs, tmp_path: P
     found = await listed(blobs, "blobs")
     assert [(each.key, each.size) for each in found] == [("blobs/one.z", len(content)), ("blobs/two.idx", 7)]
     assert abs(found[0].modified - time.time()) < 60
-    assert await blobs.stat("blobs/two.idx") == found[1]
+    seen = await blobs.stat("blobs/two.idx")
+    assert seen is not None and (seen.key, seen.size, round(seen.modified)) == ("blobs/two.idx", 7, round(found[1].modified))
+    assert sorted([key async for batch in blobs.names("blobs") for key in batch]) == ["blobs/one.z", "blobs/two.idx"]
     await blobs.delete(["blobs/none", "blobs/one.z", "blobs/neither"])
     assert await blobs.stat("blobs/one.z") is None
     assert await listed(blobs, "nothing") == []
@@ -85,8 +87,8 @@ async def test_a_directory_put_that_breaks_off_leaves_no_object(tmp_path: Path) 
     await blobs.put("blobs/a", b"1")
     (tmp_path / "store" / "blobs" / "b#3").write_bytes(b"half")
     assert [each.key for each in await listed(blobs, "blobs")] == ["blobs/a"]
-    assert await blobs.staging(time.time() - 3600) == []
-    assert await blobs.staging(time.time() + 1) == ["blobs/b#3"]
+    assert await blobs.staging("blobs", time.time() - 3600) == []
+    assert await blobs.staging("", time.time() + 1) == ["blobs/b#3"]
     await blobs.drop_staging(["blobs/b#3"])
     assert sorted(path.name for path in (tmp_path / "store" / "blobs").iterdir()) == ["a"]
 
