@@ -55,6 +55,10 @@ def up(
     cgroup: CgroupName = inst.DEFAULT_CGROUP,
     uid_base: UidBase = inst.DEFAULT_UID_BASE,
     service_uid: Annotated[int | None, typer.Option(help="Who the service runs as. Default: the user `dsec`, else 64913.")] = None,
+    allow_registry: Annotated[
+        list[str] | None,
+        typer.Option(help="HOST[:PORT] of a registry that keys of projects may import from; may be repeated. Admins' keys may use any."),
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it is ready; `dsec down` stops it.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -74,6 +78,7 @@ def up(
             *("--host", host),
             *("--port", str(port)),
             *("--ports-port", str(_ports_port(port) if ports_port is None else ports_port)),
+            *(part for host in allow_registry or () for part in ("--allow-registry", host)),
         ]
         _refuse_second(run_dir)
         _check_machine()

@@ -34,6 +34,8 @@ class BlobDirectory:
         self._root = root
         self._blobs = root / "blobs"
         self._tmp = root / "tmp"
+        self.partial = root / "partial"
+        """For downloads that outlive a restart; made by whoever has one."""
         self._disk_reserve = disk_reserve
 
     def open(self) -> None:

@@ -12,9 +12,10 @@ from dsec.images.blobs import BlobDirectory, digest_of, hex_of
 from dsec.images.catalog import Caller, Catalog, Entry
 from dsec.images.converter import Converter
 from dsec.images.environments import Environment, compose
-from dsec.images.importing import Importer, ImportRequest, Tell
+from dsec.images.importing import Importer, ImportRequest, RegistrySource, Tell
 from dsec.images.limits import ImportLimits
 from dsec.images.names import ByName, exact, parse_reference
+from dsec.images.registry_access import RegistryPolicy
 from dsec.images.routes import ImageRoutes
 from dsec.store import Store
 from libdsec.errors import Conflict, ImageNotFound, PermissionDenied
@@ -35,9 +36,19 @@ class ImageStore:
     is in use is neither removed nor collected.
     """
 
-    def __init__(self, root: Path, store: Store, *, limits: ImportLimits | None = None, converter: Path | None = None) -> None:
-        """``root`` will hold the blobs; ``converter`` is the path of dsec-mklayer, looked for in its usual places if not given."""
+    def __init__(
+        self,
+        root: Path,
+        store: Store,
+        *,
+        limits: ImportLimits | None = None,
+        converter: Path | None = None,
+        registries: RegistryPolicy | None = None,
+    ) -> None:
+        """``root`` will hold the blobs; ``converter`` is the path of dsec-mklayer, looked for in its usual places if not given;
+        ``registries``: which ones the keys of projects may import from, none if not given."""
         self.limits = limits or ImportLimits()
+        self.registries = registries or RegistryPolicy()
         self.in_use: Callable[[], set[str]] = _nobody
         self._blobs = BlobDirectory(root, disk_reserve=self.limits.disk_reserve)
         self._catalog = Catalog(store)
@@ -89,6 +100,13 @@ class ImageStore:
         self._environments.clear()
         return image
 
+    async def import_registry(self, request: ImportRequest, source: RegistrySource, tell: Tell) -> ImageInfo:
+        """Imports an image from a registry, which the caller may name. Raises what :meth:`import_archive` raises, ImageNotFound,
+        Unavailable; then what was fetched of it stays for a day, for the next attempt."""
+        image = await self._importer.run_registry(request, source, tell)
+        self._environments.clear()
+        return image
+
     async def remove(self, reference: str, caller: Caller) -> ImageInfo:
         """Removes an image: ``name@n`` and a digest one version, a plain name all versions. Returns the (newest) one removed.
 
@@ -110,8 +128,10 @@ class ImageStore:
         return entry.info
 
     async def collect_garbage(self) -> int:
-        """Deletes the blobs that no image, no live sandbox and no import in progress needs; returns their bytes."""
+        """Deletes the blobs that no image, no live sandbox and no import in progress needs; returns their bytes. Partial downloads that
+        nobody went on with go, too, uncounted."""
         async with self._collecting:
+            await asyncio.to_thread(self._importer.downloads.sweep)
             keep = self._importer.pins.digests() | {digest_of(hex_of(digest)) for digest in self.in_use()}
             conversions = self._catalog.conversions()
             named = list(self._catalog.layers())
