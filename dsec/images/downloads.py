@@ -27,6 +27,8 @@ KEPT_S = 24 * 3600.0
 """How long after its last byte a partial download stays."""
 RESTARTS = 1
 """How often a layer that was put together from several answers, and has the wrong digest, is fetched anew."""
+ANSWERS = 200
+"""Answers out of which one layer may be put together: a registry that gives a byte at a time is none."""
 
 T = TypeVar("T")
 
@@ -107,28 +109,28 @@ class Downloads:
         self, path: Path, content: _Content, registry: Registry, layer: RemoteLayer, progress: Callable[[int], None]
     ) -> bool:
         """Fetches what is missing of the layer. Returns whether it took more than one answer."""
-        attempt = 0
-        answers = 0
+        attempt = answers = 0
+        furthest = content.size
         failure: Exception | None = None
         while content.size < layer.size:
-            if attempt == ATTEMPTS:
+            if attempt == ATTEMPTS or answers == ANSWERS:
                 raise registry.unreachable(failure)
             await pause(attempt, failure)
-            before = content.size
             try:
                 async with registry.blob(layer.digest, content.size) as (offset, stream):
                     answers += 1
                     if offset != content.size:
                         progress(-content.size)
                         await to_end(lambda: content.cut(path))
-                        before = 0
                     await self._append(path, content, stream.iter_any(), layer, progress)
                 if content.size < layer.size:
                     raise ConnectionError(f"the layer {layer.digest} ends after {content.size} of {layer.size} bytes")
             except Exception as error:
                 registry.check_failure(error)
                 failure = error
-                attempt = attempt + 1 if content.size == before else 1
+                # One that begins again and breaks off at the same place each time gets nowhere.
+                attempt = attempt + 1 if content.size <= furthest else 1
+                furthest = max(furthest, content.size)
         if layer.size == 0:
             await asyncio.to_thread(path.touch)
         return answers > 1

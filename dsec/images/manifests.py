@@ -76,13 +76,16 @@ class Manifest(msgspec.Struct, rename="camel"):
     layers: list[Descriptor]
 
 
+_ABSENT = msgspec.Raw(b"null")
+
+
 class _Shape(msgspec.Struct, rename="camel"):
     """What tells an index from a manifest."""
 
     media_type: str = ""
-    manifests: msgspec.Raw | None = None
-    layers: msgspec.Raw | None = None
-    config: msgspec.Raw | None = None
+    manifests: msgspec.Raw = _ABSENT
+    layers: msgspec.Raw = _ABSENT
+    config: msgspec.Raw = _ABSENT
 
 
 class _RootFs(msgspec.Struct):
@@ -199,9 +202,9 @@ def parse_index_or_manifest(data: bytes, media_type: str, name: str) -> Index | 
     stated = shape.media_type or media_type
     if media_type in INDEXES | MANIFESTS and stated != media_type:
         raise ImageError(f"{name} calls itself {stated[:100]!r}, the registry calls it {media_type!r}")
-    if stated in INDEXES and shape.layers is None and shape.config is None:
+    if stated in INDEXES and shape.layers == _ABSENT and shape.config == _ABSENT:
         return _decode(name, data, Index)
-    if stated in MANIFESTS and shape.manifests is None:
+    if stated in MANIFESTS and shape.manifests == _ABSENT:
         return _decode(name, data, Manifest)
     if stated in INDEXES | MANIFESTS:
         raise ImageError(f"{name} is an index and a manifest at the same time")
