@@ -414,3 +414,19 @@ async def test_what_buildah_makes_is_what_docker_makes_of_it(
     buildah.export(tag, f"oci-archive:{archive}")
     buildah.export(tag, f"docker-archive:{for_docker}:{tag}")
     await compare(instance, client, docker, "buildah:test", archive, for_docker, tag, Expected())
+
+
+async def test_where_only_docker_is_installed_it_builds(
+    client: DSecClient, docker: peer.Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, programs = tmp_path / "context", tmp_path / "bin"
+    context.mkdir()
+    programs.mkdir()
+    (programs / "docker").symlink_to("/usr/bin/docker")
+    (context / "hello").write_text("hello")
+    (context / "other.dockerfile").write_text("FROM scratch\nCOPY hello /hello\nENV A=1\n")
+    for name, value in docker.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(programs))
+    info = await client.images.build(context, name="docker-built:test", file=context / "other.dockerfile")
+    assert info.config.env["A"] == "1"
