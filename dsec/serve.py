@@ -30,7 +30,7 @@ from dsec.api.errors import ErrorBoundary
 from dsec.api.keys import Keys
 from dsec.api.listener import Listener, bind, is_loopback, origin
 from dsec.edge import Edge, EdgeConfig
-from dsec.images import ImageStore
+from dsec.images import ImageStore, RegistryPolicy
 from dsec.images.shared import open_blobs
 from dsec.store import Store
 
@@ -58,6 +58,8 @@ class ServeConfig:
     """Becomes the store's first key, if the store has none."""
     local_key: Seed | None = None
     """The key of the local user, for as long as this run of ``dsec up``."""
+    allow_registry: Sequence[str] = ()
+    """Registries (``host`` or ``host:port``) that the keys of projects may import from."""
 
 
 class Ready(msgspec.Struct, kw_only=True):
@@ -109,11 +111,14 @@ async def serve(config: ServeConfig) -> None:
         keys = Keys(store)
         await keys.open()
         shared = None if config.store is None else open_blobs(config.store)
-        images = ImageStore(config.state_dir / "images", store, shared=shared)
+        registries = RegistryPolicy.of(config.allow_registry)
+        images = ImageStore(config.state_dir / "images", store, shared=shared, registries=registries)
         await images.open()
         closing.push_async_callback(images.close)
         ports_url = config.ports_url or origin(ports_socket)
-        edge_config = EdgeConfig(state_dir=config.state_dir, run_dir=config.run_dir, cgroup=config.cgroup, ports_url=ports_url, prefetch=config.prefetch)
+        edge_config = EdgeConfig(
+            state_dir=config.state_dir, run_dir=config.run_dir, cgroup=config.cgroup, ports_url=ports_url, prefetch=config.prefetch
+        )
         edge = Edge(edge_config, images)
         images.in_use = edge.in_use
         await edge.open()
@@ -196,6 +201,9 @@ def _parse(argv: Sequence[str] | None) -> ServeConfig:
     parser.add_argument("--cgroup", default="dsec", help="name of the root cgroup that the spawner was started with")
     parser.add_argument("--first-key", type=Seed.parse, help="<id>:<sha256> of a key to accept if the store has none")
     parser.add_argument("--local-key", type=Seed.parse, help="<id>:<sha256> of the local user's key for this run")
+    parser.add_argument(
+        "--allow-registry", action="append", default=[], metavar="HOST[:PORT]", help="a registry that keys of projects may import from"
+    )
     return ServeConfig(**vars(parser.parse_args(argv)))
 
 

@@ -1,4 +1,5 @@
-"""The image store as the SDK reaches it: archives, directories or Debian suites go in; images are listed and removed."""
+"""The image store as the SDK reaches it: archives, directories, Debian suites, Dockerfiles or images of registries go in; images are listed
+and removed."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ from urllib.parse import parse_qs, quote
 
 import msgspec
 
+from libdsec.dockerfile import build_archive
 from libdsec.errors import ImageError, InvalidArgument, Unavailable, from_body
 from libdsec.locks import Lock
-from libdsec.schema import FsckLine, ImageChange, ImageFinding, ImageInfo, ImagePage, ImageReads, ImportLine
+from libdsec.registry_login import find_login
+from libdsec.schema import FsckLine, ImageChange, ImageFinding, ImageInfo, ImagePage, ImageReads, ImportLine, RegistryImport
 from libdsec.tar import CHUNK, END, file_chunks, in_thread
-from libdsec.transport import Answer
+from libdsec.transport import Answer, encode
 
 if TYPE_CHECKING:
     from libdsec.client import DSecClient
@@ -32,6 +35,8 @@ Progress = Callable[[str, int], None]
 
 DEBIAN = "mmdebstrap:"
 """What sources begin with that are made by mmdebstrap: ``mmdebstrap:bookworm?include=git,python3``."""
+REGISTRY = "docker://"
+"""What sources begin with that the server fetches from a registry: ``docker://HOST[:PORT]/REPOSITORY[:TAG][@sha256:…]``."""
 COMPLAINT = 2000
 """Characters of what a failed mmdebstrap printed that its error shows."""
 _VARIANTS = ("extract", "custom", "essential", "apt", "minbase", "buildd", "important", "standard")
@@ -68,23 +73,77 @@ class Images:
         kind: Kind = "base",
         at: str = "/",
         format: Format = "auto",
+        credentials: tuple[str, str] | None = None,
+        insecure: bool = False,
         progress: Progress | None = None,
     ) -> ImageInfo:
         """Import ``source`` as the next version of ``name``.
 
-        ``source``: a directory, or an OCI layout in one; a tar, ``docker save`` or OCI archive, also compressed (gzip, zstd, xz); or
+        ``source``: a directory, or an OCI layout in one; a tar, ``docker save`` or OCI archive, also compressed (gzip, zstd, xz);
+        ``docker://HOST[:PORT]/REPOSITORY[:TAG][@sha256:…]``, an image that the server fetches from a registry; or
         ``mmdebstrap:SUITE?include=a,b&variant=minbase&mirror=URL``, a Debian made on this machine from its own apt sources unless a mirror
         is given. ``kind``: what it will be used as. ``at``: where in the sandbox the content of a directory or plain tar appears.
-        ``progress``: called with what is being done and the bytes that have been received.
+        ``credentials``: user and password for the registry; None: what ``docker login`` or ``skopeo login`` left on this machine for it.
+        ``insecure``: the registry is spoken to by plain HTTP. ``progress``: called with what is being done and the bytes that have been
+        received.
 
         Directories keep owners (as numbers), modes, times, hardlinks, devices and the xattrs ``user.*`` and ``security.capability``; holes
         are sent as zeros. Raises ImageError for an archive that is broken, hostile or of an unknown kind, InvalidArgument for a name or an
         argument that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, OSError for a
-        source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. Calling it again after
+        source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. For an image of a
+        registry also ImageNotFound, PermissionDenied where the registry or the server's rules refuse (an admin's key may name any
+        registry), Unavailable where it can't be reached; a later import of it goes on with the layers that came. Calling it again after
         success makes another version.
         """
-        stream, format = _open_source(os.fspath(source), format)
-        query = {"name": name, "kind": kind, "at": at, "format": format}
+        source = os.fspath(source)
+        if source.startswith(REGISTRY):
+            if at != "/" or format != "auto":
+                raise InvalidArgument("at and format are for archives: an image of a registry says itself what it is", field="source")
+            return await self._import_registry(source, name, kind, credentials, insecure=insecure, progress=progress)
+        if credentials is not None or insecure:
+            raise InvalidArgument(f"credentials and insecure are for sources that begin with {REGISTRY}", field="source")
+        stream, format = _open_source(source, format)
+        return await self._upload(stream, {"name": name, "kind": kind, "at": at, "format": format}, progress)
+
+    async def build(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        name: str,
+        file: str | os.PathLike[str] | None = None,
+        kind: Kind = "base",
+        build_args: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+    ) -> ImageInfo:
+        """Build a Dockerfile on this machine and import the result as the next version of ``name``.
+
+        buildah does it, or docker where only that is installed; both as they are configured here. ``directory``: the build's context.
+        ``file``: the Dockerfile; None: ``Dockerfile`` or ``Containerfile`` in the directory. ``build_args``: values for its ARGs.
+
+        Raises InvalidArgument when there is nothing to build, or nothing to build it with, ImageError with what the builder printed last
+        when it fails, and what :meth:`import_` raises.
+        """
+        if progress is not None:
+            progress("building", 0)
+        arguments = dict(build_args or {})
+        async with build_archive(Path(directory), None if file is None else Path(file), arguments) as (archive, format):
+            query = {"name": name, "kind": kind, "at": "/", "format": format}
+            return await self._upload(in_thread(file_chunks(archive)), query, progress)
+
+    async def _import_registry(
+        self, source: str, name: str, kind: Kind, credentials: tuple[str, str] | None, *, insecure: bool, progress: Progress | None
+    ) -> ImageInfo:
+        if credentials is None:
+            host, _, rest = source.removeprefix(REGISTRY).partition("/")
+            repository = rest.partition("@")[0].partition(":")[0]
+            credentials = await asyncio.to_thread(find_login, host, repository)
+        username, password = credentials or (None, None)
+        body = RegistryImport(source=source, name=name, kind=kind, username=username, password=password, insecure=insecure)
+        headers = {"Idempotency-Key": secrets.token_hex(12)}
+        url = self._transport.at("/v1/images/from-registry")
+        return await _outcome(self._transport.lines("POST", url, _import_line, body=encode(body), headers=headers), progress)
+
+    async def _upload(self, stream: AsyncIterator[bytes], query: Mapping[str, str], progress: Progress | None) -> ImageInfo:
         headers = {"Idempotency-Key": secrets.token_hex(12)}
         upload = _Upload(stream)
         lines = self._transport.lines("POST", self._transport.at("/v1/images", query), _import_line, data=upload.chunks(), headers=headers)

@@ -438,6 +438,22 @@ class ImageChange(msgspec.Struct, kw_only=True):
         return os.fsdecode(self.path_bytes)
 
 
+class RegistryImport(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/images/from-registry``: an image that the service itself fetches. Answered like an upload, by ImportLines."""
+
+    source: str
+    """``docker://HOST[:PORT]/REPOSITORY[:TAG][@sha256:…]``."""
+    name: str
+    kind: Literal["base", "workspace", "toolkit"] = "base"
+    username: str | None = None
+    password: str | None = None
+    insecure: bool = False
+    """Plain HTTP; a registry on the service's own machine is always spoken to like that."""
+
+    def __repr__(self) -> str:
+        return f"RegistryImport(source={self.source!r}, name={self.name!r}, kind={self.kind!r}, insecure={self.insecure!r})"
+
+
 class KeyInfo(msgspec.Struct, kw_only=True):
     """An API key as it is listed: never the key itself."""
 

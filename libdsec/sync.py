@@ -809,22 +809,53 @@ class Images:
         kind: Kind = "base",
         at: str = "/",
         format: Format = "auto",
+        credentials: tuple[str, str] | None = None,
+        insecure: bool = False,
         progress: Progress | None = None,
     ) -> ImageInfo:
         """Import ``source`` as the next version of ``name``.
 
-        ``source``: a directory, or an OCI layout in one; a tar, ``docker save`` or OCI archive, also compressed (gzip, zstd, xz); or
+        ``source``: a directory, or an OCI layout in one; a tar, ``docker save`` or OCI archive, also compressed (gzip, zstd, xz);
+        ``docker://HOST[:PORT]/REPOSITORY[:TAG][@sha256:…]``, an image that the server fetches from a registry; or
         ``mmdebstrap:SUITE?include=a,b&variant=minbase&mirror=URL``, a Debian made on this machine from its own apt sources unless a mirror
         is given. ``kind``: what it will be used as. ``at``: where in the sandbox the content of a directory or plain tar appears.
-        ``progress``: called with what is being done and the bytes that have been received.
+        ``credentials``: user and password for the registry; None: what ``docker login`` or ``skopeo login`` left on this machine for it.
+        ``insecure``: the registry is spoken to by plain HTTP. ``progress``: called with what is being done and the bytes that have been
+        received.
 
         Directories keep owners (as numbers), modes, times, hardlinks, devices and the xattrs ``user.*`` and ``security.capability``; holes
         are sent as zeros. Raises ImageError for an archive that is broken, hostile or of an unknown kind, InvalidArgument for a name or an
         argument that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, OSError for a
-        source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. Calling it again after
+        source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. For an image of a
+        registry also ImageNotFound, PermissionDenied where the registry or the server's rules refuse (an admin's key may name any
+        registry), Unavailable where it can't be reached; a later import of it goes on with the layers that came. Calling it again after
         success makes another version.
         """
-        return run(self._async.import_(source, name=name, kind=kind, at=at, format=format, progress=progress))
+        return run(
+            self._async.import_(
+                source, name=name, kind=kind, at=at, format=format, credentials=credentials, insecure=insecure, progress=progress
+            )
+        )
+
+    def build(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        name: str,
+        file: str | os.PathLike[str] | None = None,
+        kind: Kind = "base",
+        build_args: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+    ) -> ImageInfo:
+        """Build a Dockerfile on this machine and import the result as the next version of ``name``.
+
+        buildah does it, or docker where only that is installed; both as they are configured here. ``directory``: the build's context.
+        ``file``: the Dockerfile; None: ``Dockerfile`` or ``Containerfile`` in the directory. ``build_args``: values for its ARGs.
+
+        Raises InvalidArgument when there is nothing to build, or nothing to build it with, ImageError with what the builder printed last
+        when it fails, and what :meth:`import_` raises.
+        """
+        return run(self._async.build(directory, name=name, file=file, kind=kind, build_args=build_args, progress=progress))
 
     def list(self) -> builtins.list[ImageInfo]:
         """All images and versions, in the order of their names. Safe to repeat."""

@@ -186,6 +186,14 @@ OPERATIONS: tuple[Operation, ...] = (
         _lines(schema.ImportLine),
         (Parameter("name", required=True), Parameter("kind"), Parameter("format"), Parameter("at"), _IDEMPOTENCY),
     ),
+    Operation(
+        "post",
+        "/v1/images/from-registry",
+        "Import an image from a registry; progress, then the image",
+        _json(schema.RegistryImport),
+        _lines(schema.ImportLine),
+        (_IDEMPOTENCY,),
+    ),
     Operation("get", "/v1/images", "List images", response=_json(schema.ImagePage), parameters=_PAGE),
     Operation("post", "/v1/images/gc", "Remove layers that nothing names or uses", response=_json(RemovedBytes)),
     Operation(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import quote
 
@@ -23,19 +25,56 @@ Name = Annotated[str, typer.Argument(help="name, or name@version.")]
 @app.command("import")
 def import_(
     source: Annotated[
-        str, typer.Argument(help="A directory, a tar, a `docker save` or OCI archive or layout, or mmdebstrap:SUITE?include=a,b.")
+        str,
+        typer.Argument(
+            help="A directory, tar, `docker save` or OCI archive or layout, docker://HOST/REPOSITORY:TAG, or mmdebstrap:SUITE?include=a,b."
+        ),
     ],
     name: Annotated[str, typer.Option("--name", "-n", help="What the image is called; the same name again makes its next version.")],
     kind: Annotated[Kind, typer.Option(help="What it is used as.")] = "base",
     at: Annotated[str, typer.Option(help="Where in the sandbox the content of a directory or plain tar appears.")] = "/",
+    username: Annotated[
+        str | None,
+        typer.Option(help="User of the registry; asks for the password. Default: what `docker login` or `skopeo login` left here."),
+    ] = None,
+    password_stdin: Annotated[bool, typer.Option("--password-stdin", help="Read the password from standard input.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure-registry", help="Speak plain HTTP to the registry.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make an image of something on this machine.
+    """Make an image of something on this machine, or of one in a registry (which the server fetches).
 
     Example: dsec image import ./repo --name my-repo --kind workspace --at /work
     """
+    credentials = None
+    if username is not None:
+        password = sys.stdin.readline().rstrip("\n") if password_stdin else typer.prompt("password", hide_input=True, err=True)
+        credentials = (username, password)
 
-    _import(source, name, kind, at, as_json=as_json)
+    async def run(client: DSecClient, tell: Callable[[str, int], None]) -> ImageInfo:
+        return await client.images.import_(source, name=name, kind=kind, at=at, credentials=credentials, insecure=insecure, progress=tell)
+
+    _make(source, run, as_json=as_json)
+
+
+@app.command()
+def build(
+    directory: Annotated[Path, typer.Argument(help="The build's context.")],
+    name: Annotated[str, typer.Option("--name", "-n", help="What the image is called; the same name again makes its next version.")],
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="The Dockerfile. Default: the directory's own.")] = None,
+    kind: Annotated[Kind, typer.Option(help="What it is used as.")] = "base",
+    build_arg: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for an ARG of the Dockerfile; may be repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build a Dockerfile on this machine, with buildah or docker, and make an image of the result.
+
+    Example: dsec image build . --name my-app
+    """
+    arguments = dict(argument.partition("=")[::2] for argument in build_arg or ())
+
+    async def run(client: DSecClient, tell: Callable[[str, int], None]) -> ImageInfo:
+        return await client.images.build(directory, name=name, file=file, kind=kind, build_args=arguments, progress=tell)
+
+    _make(str(directory), run, as_json=as_json)
 
 
 @app.command()
@@ -52,15 +91,16 @@ def debian(
     """
     options = {"include": ",".join(package or ()), "mirror": mirror or ""}
     query = "&".join(f"{option}={quote(value, safe=',:/')}" for option, value in options.items() if value)
-    _import(f"mmdebstrap:{suite}" + (f"?{query}" if query else ""), name, "base", "/", as_json=as_json)
+    source = f"mmdebstrap:{suite}" + (f"?{query}" if query else "")
+    _make(source, lambda client, tell: client.images.import_(source, name=name, progress=tell), as_json=as_json)
 
 
-def _import(source: str, name: str, kind: Kind, at: str, *, as_json: bool) -> None:
+def _make(source: str, work: Callable[[DSecClient, Callable[[str, int], None]], Awaitable[ImageInfo]], *, as_json: bool) -> None:
+    """Does ``work``, shows how far it is, prints the image."""
+
     async def run(client: DSecClient) -> None:
         with working(f"importing {source}") as tell:
-            info = await client.images.import_(
-                source, name=name, kind=kind, at=at, progress=lambda step, done: tell(f"{step} {source}: {size(done)}")
-            )
+            info = await work(client, lambda step, done: tell(f"{step} {source}: {size(done)}"))
         if as_json:
             print_json(info)
         else:

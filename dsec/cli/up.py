@@ -60,6 +60,10 @@ def up(
     ] = None,
     prefetch: Annotated[bool, typer.Option(help="Fetch ahead what an earlier run is known to have read of an image.")] = True,
     service_uid: Annotated[int | None, typer.Option(help="Who the service runs as. Default: the user `dsec`, else 64913.")] = None,
+    allow_registry: Annotated[
+        list[str] | None,
+        typer.Option(help="HOST[:PORT] of a registry that keys of projects may import from; may be repeated. Admins' keys may use any."),
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it is ready; `dsec down` stops it.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -79,6 +83,7 @@ def up(
             *("--host", host),
             *("--port", str(port)),
             *("--ports-port", str(_ports_port(port) if ports_port is None else ports_port)),
+            *(part for host in allow_registry or () for part in ("--allow-registry", host)),
         ]
         if not prefetch:
             listen.append("--no-prefetch")

@@ -36,6 +36,8 @@ class BlobDirectory:
         self._blobs = root / "blobs"
         self._tmp = root / "tmp"
         self._partial = root / "partial"
+        self.downloads = root / "downloads"
+        """For downloads from registries that outlive a restart; made by whoever has one."""
         self._disk_reserve = disk_reserve
 
     def open(self) -> None:

@@ -20,7 +20,7 @@ from libdsec.errors import DSecError, ImageError, NoCapacity, Unavailable
 from libdsec.schema import LayerInfo
 
 PROGRAM = "dsec-mklayer"
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of the key under which a conversion is remembered. Raise it when the same archive gives another layer than before."""
 STDERR_LIMIT = 4096
 """Bytes of the program's complaint that are kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from starlette.routing import BaseRoute
@@ -15,12 +15,13 @@ from dsec.images.checking import Checker, Found
 from dsec.images.converter import Converter
 from dsec.images.differences import Placed, changes, tree
 from dsec.images.environments import Environment, compose
-from dsec.images.importing import Importer, ImportRequest, Tell
+from dsec.images.importing import Importer, ImportRequest, RegistrySource, Tell
 from dsec.images.leases import HOLD_S
 from dsec.images.limits import ImportLimits
 from dsec.images.names import ByName, exact, parse_reference
 from dsec.images.pulling import LayerState, Puller, pull
 from dsec.images.reads import BlobFigures, Reads
+from dsec.images.registry_access import RegistryPolicy
 from dsec.images.routes import ImageRoutes
 from dsec.images.shared import Blobs
 from dsec.images.sharing import Sharing, node_name
@@ -54,10 +55,13 @@ class ImageStore:
         shared: Blobs | None = None,
         limits: ImportLimits | None = None,
         converter: Path | None = None,
+        registries: RegistryPolicy | None = None,
     ) -> None:
         """``root`` will hold the blobs; ``shared`` is the store that this node shares with others; ``converter`` is the path of
-        dsec-mklayer, looked for in its usual places if not given."""
+        dsec-mklayer, looked for in its usual places if not given; ``registries``: which ones the keys of projects may import from, none if
+        not given."""
         self.limits = limits or ImportLimits()
+        self.registries = registries or RegistryPolicy()
         self.in_use: Callable[[], set[str]] = _nobody
         self._root = root
         self._blobs = BlobDirectory(root, disk_reserve=self.limits.disk_reserve)
@@ -187,9 +191,21 @@ class ImageStore:
         Raises ImageError, NoCapacity, PermissionDenied; then nothing of it stays. Raises Unavailable when the shared store can't be
         reached; if the image was made by then, it is pushed as soon as that can be.
         """
-        if self._sharing is not None:
-            await self._sharing.check_owner(request.name, request.caller)
-        image = await self._importer.run(request, body, tell)
+        return await self._import(request, self._importer.run(request, body, tell), tell)
+
+    async def import_registry(self, request: ImportRequest, source: RegistrySource, tell: Tell) -> ImageInfo:
+        """Imports an image from a registry, which the caller may name. Raises what :meth:`import_archive` raises, ImageNotFound,
+        Unavailable; then what was fetched of it stays for a day, for the next attempt."""
+        return await self._import(request, self._importer.run_registry(request, source, tell), tell)
+
+    async def _import(self, request: ImportRequest, importing: Coroutine[None, None, ImageInfo], tell: Tell) -> ImageInfo:
+        try:
+            if self._sharing is not None:
+                await self._sharing.check_owner(request.name, request.caller)
+        except BaseException:
+            importing.close()
+            raise
+        image = await importing
         self._environments.clear()
         if self._sharing is None:
             return image
@@ -288,6 +304,7 @@ class ImageStore:
 
     async def collect_garbage(self) -> int:
         """Deletes what no image, no live sandbox and no import or push in progress needs, here and in the shared store; returns the bytes.
+        Partial downloads that nobody went on with go, too, uncounted.
 
         Raises Conflict while another node's gc works, Unavailable, ImageError for something unreadable in the shared store.
         """
@@ -298,6 +315,7 @@ class ImageStore:
 
     async def _collect_local(self) -> int:
         async with self._collecting:
+            await asyncio.to_thread(self._importer.downloads.sweep)
             needed = self._is_needed()
             retired = []
             unneeded = await asyncio.to_thread(self._blobs.unneeded, needed)

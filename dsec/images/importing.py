@@ -10,7 +10,7 @@ import errno
 import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -20,8 +20,11 @@ import msgspec
 from dsec.images.blobs import BlobDirectory
 from dsec.images.catalog import Caller, Catalog
 from dsec.images.converter import CONVERTER_VERSION, Converter
+from dsec.images.downloads import Download, Downloads
+from dsec.images.flights import Flights
 from dsec.images.limits import ImportLimits
-from dsec.images.manifests import Format, ImageSource, LayerSource, detect_format, read_docker_archive, read_oci_archive
+from dsec.images.manifests import Format, ImageSource, LayerSource, RemoteLayer, detect_format, read_docker_archive, read_oci_archive
+from dsec.images.registry import Credentials, Registry, RegistryReference, RemoteImage
 from dsec.images.streams import Budget, Stored, compression_of, decompressed, receive, unpack
 from libdsec.errors import ImageError, NoCapacity
 from libdsec.schema import ImageConfig, ImageInfo, ImportLine, LayerInfo
@@ -46,6 +49,16 @@ class ImportRequest:
     """Where a plain tar's content is placed."""
     caller: Caller
     idempotency_key: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistrySource:
+    """Where an image is fetched from, checked."""
+
+    reference: RegistryReference
+    credentials: Credentials | None
+    insecure: bool
+    """Plain HTTP."""
 
 
 @dataclass(frozen=True)
@@ -86,26 +99,6 @@ class Pins:
         return set(self._counts)
 
 
-class Flights:
-    """Mutual exclusion by key. A lock exists only while somebody wants it."""
-
-    def __init__(self) -> None:
-        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
-
-    @asynccontextmanager
-    async def of(self, key: str) -> AsyncGenerator[None, None]:
-        """Only one caller at a time is in here with the same key."""
-        lock, wanted = self._locks.get(key) or (asyncio.Lock(), 0)
-        self._locks[key] = (lock, wanted + 1)
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, wanted = self._locks.pop(key)
-            if wanted > 1:
-                self._locks[key] = (lock, wanted - 1)
-
-
 class Importer:
     """Carries out imports. Conversions are limited in number, and the same input is converted once, however many ask for it at a time."""
 
@@ -116,19 +109,45 @@ class Importer:
         self._limits = limits
         self._slots = asyncio.Semaphore(limits.conversions)
         self._flights = Flights()
+        self.downloads = Downloads(blobs.downloads, blobs, limits)
         self.pins = Pins()
 
     async def run(self, request: ImportRequest, body: AsyncIterator[bytes], tell: Tell) -> ImageInfo:
         """Imports ``body`` and returns the new image. Raises ImageError, NoCapacity, PermissionDenied; nothing of the import stays then."""
+        async with self._import(request) as (workspace, pin):
+            received = await self._receive(body, workspace, tell)
+            layers, config = await self._layers(request, received, workspace, tell, pin)
+            tell(ImportLine(step="storing", done_bytes=received.size))
+            return await self._catalog.add(_draft(request, layers, config), request.caller, request.idempotency_key)
+
+    async def run_registry(self, request: ImportRequest, source: RegistrySource, tell: Tell) -> ImageInfo:
+        """Imports an image from a registry. Raises what :meth:`run` raises, ImageNotFound, and Unavailable when the registry can't be
+        reached; then what was fetched stays for a day, so that the next attempt goes on with it."""
+        async with (
+            self._import(request) as (workspace, pin),
+            Registry(source.reference, self._limits, credentials=source.credentials, insecure=source.insecure) as registry,
+        ):
+            tell(ImportLine(step="asking the registry"))
+            image = await registry.image()
+            place = f"{request.caller.project} {registry.origin}"
+            layers = self._known(image, place, pin)
+            if layers is None:
+                async with self.downloads.scope() as download:
+                    fetched = self._fetched(request, image, registry, download, workspace, tell)
+                    layers = await self._collapse(fetched, workspace, tell, pin)
+                await self._remember(image, place, layers)
+            size = sum(layer.size for layer in image.layers)
+            tell(ImportLine(step="storing", done_bytes=size))
+            return await self._catalog.add(_draft(request, layers, image.config), request.caller, request.idempotency_key)
+
+    @asynccontextmanager
+    async def _import(self, request: ImportRequest) -> AsyncGenerator[tuple[Path, Callable[[LayerInfo], None]], None]:
+        """What every import has: a name that the caller may use, a workspace, and pins against gc."""
         self._catalog.check_owner(request.name, request.caller)
         try:
             async with self._workspace() as workspace:
                 with self.pins.scope() as pin:
-                    received = await self._receive(body, workspace, tell)
-                    async with self._slots:
-                        layers, config = await self._layers(request, received, workspace, tell, pin)
-                    tell(ImportLine(step="storing", done_bytes=received.size))
-                    return await self._catalog.add(_draft(request, layers, config), request.caller, request.idempotency_key)
+                    yield workspace, pin
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise NoCapacity(f"the disk of the image store is full: {error}", reason="disk") from error
@@ -168,18 +187,85 @@ class Importer:
         if request.at != "/":
             raise ImageError(f"at={request.at} is for plain tars; this is a {kind}")
         source = await asyncio.to_thread(_read_source, plain.path, kind, self._limits)
+        extracted = self._extracted(plain, source, workspace, tell)
+        return await self._collapse(extracted, workspace, tell, pin), source.config
+
+    async def _extracted(self, plain: Stored, source: ImageSource, workspace: Path, tell: Tell) -> AsyncGenerator[_Archive, None]:
+        """The layers of an image archive, one after the other."""
         budget = Budget(self._limits.unpacked, UNPACKED)
+        for index, layer in enumerate(source.layers):
+            tell(ImportLine(step=f"verifying layer {index + 1} of {len(source.layers)}", done_bytes=plain.size))
+            async with self._slots:
+                archive = await asyncio.to_thread(self._extract, plain.path, layer, workspace / f"layer-{index}.tar", budget)
+            yield archive
+
+    async def _fetched(
+        self, request: ImportRequest, image: RemoteImage, registry: Registry, download: Download, workspace: Path, tell: Tell
+    ) -> AsyncGenerator[_Archive, None]:
+        """The layers of an image in a registry: several are fetched at a time, and taken apart in their order while others still come."""
+        total = sum(layer.size for layer in image.layers)
+        if total > self._limits.upload:
+            raise ImageError(f"the layers have {total} bytes together, at most {self._limits.upload} are allowed")
+        self._blobs.check_room(total)
+        budget = Budget(self._limits.unpacked, UNPACKED)
+        done = told = 0
+        connections = asyncio.Semaphore(self._limits.connections)
+
+        def progress(count: int) -> None:
+            nonlocal done, told
+            done += count
+            if done - told >= PROGRESS_BYTES:
+                told = done
+                tell(ImportLine(step=f"fetching {len(image.layers)} layers, {total} bytes", done_bytes=done))
+
+        async def fetch(layer: RemoteLayer) -> Path:
+            async with connections:
+                return await download.fetch(request.caller.project, registry, layer, progress)
+
+        fetches = [asyncio.create_task(fetch(layer)) for layer in image.layers]
+        try:
+            for index, (layer, fetching) in enumerate(zip(image.layers, fetches, strict=True)):
+                path = await _first_failure(fetching, fetches)
+                async with self._slots:
+                    archive = await asyncio.to_thread(self._unpack, path, layer, workspace / f"layer-{index}.tar", budget)
+                yield archive
+        finally:
+            for task in fetches:
+                task.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
+
+    async def _collapse(
+        self, archives: AsyncGenerator[_Archive, None], workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
+    ) -> list[LayerInfo]:
+        """Layers of adjacent archives, as many in each as the limit allows."""
         layers = []
         group: list[_Archive] = []
-        for index, layer in enumerate(source.layers):
-            tell(ImportLine(step=f"verifying layer {index + 1} of {len(source.layers)}", done_bytes=received.size))
-            archive = await asyncio.to_thread(self._extract, plain.path, layer, workspace / f"layer-{index}.tar", budget)
-            if group and sum(each.size for each in group) + archive.size > self._limits.collapse:
-                layers.append(await self._layer(group, "/", workspace, tell, pin))
-                group = []
-            group.append(archive)
+        async with aclosing(archives):
+            async for archive in archives:
+                if group and sum(each.size for each in group) + archive.size > self._limits.collapse:
+                    layers.append(await self._layer(group, "/", workspace, tell, pin))
+                    group = []
+                group.append(archive)
         layers.append(await self._layer(group, "/", workspace, tell, pin))
-        return layers, source.config
+        return layers
+
+    def _known(self, image: RemoteImage, place: str, pin: Callable[[LayerInfo], None]) -> list[LayerInfo] | None:
+        """The layers that an earlier import made of this manifest for the same project and from the same place, if all are still there."""
+        for count in range(1, len(image.layers) + 1):
+            found = [self._catalog.conversion(key) for key in _manifest_keys(image, place, count)]
+            layers = [layer for layer in found if layer is not None and self._has(layer)]
+            if len(layers) == count:
+                for layer in layers:
+                    pin(layer)
+                return layers
+        return None
+
+    async def _remember(self, image: RemoteImage, place: str, layers: Sequence[LayerInfo]) -> None:
+        for key, layer in zip(_manifest_keys(image, place, len(layers)), layers, strict=True):
+            await self._catalog.remember_conversion(key, layer)
+
+    def _has(self, layer: LayerInfo) -> bool:
+        return all(self._blobs.has(digest) for digest in (layer.digest, layer.blob) if digest is not None)
 
     async def _decompress(self, received: Stored, workspace: Path, tell: Tell) -> Stored:
         budget = Budget(self._limits.unpacked, UNPACKED)
@@ -194,7 +280,8 @@ class Importer:
             with received.path.open("rb") as source:
                 return unpack(source, received.size, compression, workspace / "plain.tar", self._blobs, budget)
 
-        plain = await asyncio.to_thread(decompress)
+        async with self._slots:
+            plain = await asyncio.to_thread(decompress)
         received.path.unlink()
         return plain
 
@@ -207,9 +294,13 @@ class Importer:
             compression = layer.compression or compression_of(source)
             source.seek(layer.member.offset)
             plain = unpack(source, layer.member.size, compression, path, self._blobs, budget)
-        if plain.digest != layer.diff_id:
-            raise ImageError(f"a layer unpacks to {plain.digest}, the configuration promises {layer.diff_id}")
-        return _Archive(path, plain.size, plain.digest)
+        return _held_to(plain, layer.diff_id)
+
+    def _unpack(self, file: Path, layer: RemoteLayer, path: Path, budget: Budget) -> _Archive:
+        """Takes a fetched layer, whose digest was checked, apart, and holds it to the other one. Blocks."""
+        with file.open("rb") as source:
+            plain = unpack(source, layer.size, layer.compression, path, self._blobs, budget)
+        return _held_to(plain, layer.diff_id)
 
     async def _layer(
         self, archives: Sequence[_Archive], at: str, workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
@@ -218,13 +309,14 @@ class Importer:
         key = conversion_key([archive.key for archive in archives], at)
         async with self._flights.of(key):
             layer = self._catalog.conversion(key)
-            if layer is not None and all(self._blobs.has(digest) for digest in (layer.digest, layer.blob) if digest is not None):
+            if layer is not None and self._has(layer):
                 pin(layer)
             else:
                 size = sum(archive.size for archive in archives)
                 tell(ImportLine(step="converting", done_bytes=size))
-                self._blobs.check_room(size)
-                layer = await self._converter.convert([archive.path for archive in archives], at, workspace, pin)
+                async with self._slots:
+                    self._blobs.check_room(size)
+                    layer = await self._converter.convert([archive.path for archive in archives], at, workspace, pin)
                 await self._catalog.remember_conversion(key, layer)
         for archive in archives:
             archive.path.unlink()
@@ -235,6 +327,29 @@ def conversion_key(archives: Sequence[str], at: str) -> str:
     """Names what these archives become: the same key, the same layer."""
     inputs = [str(CONVERTER_VERSION), at, *archives]
     return hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()
+
+
+def _manifest_keys(image: RemoteImage, place: str, count: int) -> list[str]:
+    """Names what a manifest became, if it became ``count`` layers: one key for each."""
+    inputs = [[str(CONVERTER_VERSION), "manifest", place, image.digest, str(index), str(count)] for index in range(count)]
+    return [hashlib.sha256(msgspec.json.encode(each)).hexdigest() for each in inputs]
+
+
+def _held_to(plain: Stored, diff_id: str) -> _Archive:
+    """The unpacked layer. Raises ImageError if its digest isn't the one that the configuration promises."""
+    if plain.digest != diff_id:
+        raise ImageError(f"a layer unpacks to {plain.digest}, the configuration promises {diff_id}")
+    return _Archive(plain.path, plain.size, plain.digest)
+
+
+async def _first_failure(wanted: asyncio.Task[Path], others: Sequence[asyncio.Task[Path]]) -> Path:
+    """What ``wanted`` gives. If another one fails before, that one's error is raised at once: there is no use in waiting."""
+    while not wanted.done():
+        pending = [task for task in others if not task.done()]
+        done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    return wanted.result()
 
 
 def _format_of(path: Path, request: ImportRequest) -> Format:

@@ -31,5 +31,7 @@ class ImportLimits:
     """Of one image; overlayfs takes no more than 500 in one mount."""
     collapse: int = 3 * GIB
     """Adjacent layers of an image become one as long as their archives together stay below this."""
+    connections: int = 4
+    """Layers of one image that are fetched from a registry at a time."""
     conversions: int = os.cpu_count() or 1
     """At a time: each keeps one core busy. Others wait."""

@@ -1,4 +1,4 @@
-"""What OCI layouts and docker archives say about themselves: read strictly, to the point where only layers are left to convert.
+"""What OCI layouts, docker archives and registries say about images: read strictly, to the point where only layers are left to convert.
 
 Specifications: OCI image-spec 1.1 (image-layout, image index, image manifest, image configuration), Docker image specification v1.2.
 Every document and layer must have the digest and the size under which it is referred to; what has an unknown media type is refused by name.
@@ -22,8 +22,8 @@ from libdsec.schema import ImageConfig
 
 Format = Literal["tar", "docker-archive", "oci-archive"]
 
-_INDEXES = {"application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"}
-_MANIFESTS = {"application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json"}
+INDEXES = {"application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"}
+MANIFESTS = {"application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json"}
 _CONFIGS = {"application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json"}
 _LAYERS: dict[str, Compression] = {
     "application/vnd.oci.image.layer.v1.tar": "none",
@@ -35,7 +35,9 @@ _LAYERS: dict[str, Compression] = {
 }
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "riscv64": "riscv64", "ppc64le": "ppc64le", "s390x": "s390x"}
 _ATTESTATION = "vnd.docker.reference.type"
-_INDEX_DEPTH = 3
+INDEX_DEPTH = 4
+"""Indexes in indexes that are followed."""
+ENDLESS = "the index leads to indexes without end"
 _PEEK_MEMBERS = 5_000
 """Headers looked at to tell an image archive from a root filesystem: image archives have a few per layer."""
 
@@ -47,7 +49,9 @@ class _Platform(msgspec.Struct):
     os: str = ""
 
 
-class _Descriptor(msgspec.Struct, rename="camel"):
+class Descriptor(msgspec.Struct, rename="camel"):
+    """What a document or a layer is referred to by. ``size`` is in bytes."""
+
     digest: str
     size: int
     media_type: str = ""
@@ -59,13 +63,29 @@ class _Layout(msgspec.Struct, rename="camel"):
     image_layout_version: str
 
 
-class _Index(msgspec.Struct, rename="camel"):
-    manifests: list[_Descriptor]
+class Index(msgspec.Struct, rename="camel"):
+    """An OCI image index, or a docker manifest list."""
+
+    manifests: list[Descriptor]
 
 
-class _Manifest(msgspec.Struct, rename="camel"):
-    config: _Descriptor
-    layers: list[_Descriptor]
+class Manifest(msgspec.Struct, rename="camel"):
+    """An OCI image manifest, or a docker one of schema 2."""
+
+    config: Descriptor
+    layers: list[Descriptor]
+
+
+_ABSENT = msgspec.Raw(b"null")
+
+
+class _Shape(msgspec.Struct, rename="camel"):
+    """What tells an index from a manifest."""
+
+    media_type: str = ""
+    manifests: msgspec.Raw = _ABSENT
+    layers: msgspec.Raw = _ABSENT
+    config: msgspec.Raw = _ABSENT
 
 
 class _RootFs(msgspec.Struct):
@@ -112,6 +132,19 @@ class LayerSource:
 
 
 @dataclass(frozen=True)
+class RemoteLayer:
+    """One layer of an image in a registry."""
+
+    digest: str
+    """Digest of the layer as the registry has it."""
+    size: int
+    """Its bytes there."""
+    diff_id: str
+    """Digest of the decompressed archive, as the configuration promises it."""
+    compression: Compression
+
+
+@dataclass(frozen=True)
 class ImageSource:
     """An image inside an archive: its layers, lowest first, and what is honoured of its configuration."""
 
@@ -143,20 +176,71 @@ def read_oci_archive(archive: BinaryIO, limits: ImportLimits) -> ImageSource:
     layout = documents.decode("oci-layout", _Layout)
     if layout.image_layout_version != "1.0.0":
         raise ImageError(f"unknown version of the OCI layout: {layout.image_layout_version!r}")
-    index = documents.decode("index.json", _Index)
-    descriptor = _choose(documents, index, depth=0)
-    manifest = documents.decode_blob(descriptor, _Manifest)
-    if manifest.config.media_type not in _CONFIGS:
-        raise ImageError(f"the configuration has the media type {manifest.config.media_type!r}, which isn't supported")
+    index = documents.decode("index.json", Index)
+    descriptor = choose(index, "the archive")
+    for _ in range(INDEX_DEPTH):
+        if descriptor.media_type in MANIFESTS:
+            break
+        descriptor = choose(documents.decode_blob(descriptor, Index), "the archive")
+    else:
+        raise ImageError(ENDLESS)
+    manifest = documents.decode_blob(descriptor, Manifest)
+    check_config_type(manifest)
     config = documents.decode_blob(manifest.config, _Config)
     _check_config(config, len(manifest.layers), limits)
-    layers = []
-    for layer, diff_id in zip(manifest.layers, config.rootfs.diff_ids, strict=True):
-        compression = _LAYERS.get(layer.media_type)
-        if compression is None:
-            raise ImageError(f"a layer has the media type {layer.media_type!r}, which isn't supported")
-        layers.append(LayerSource(documents.blob(layer), diff_id, layer.digest, compression))
+    layers = [
+        LayerSource(documents.blob(layer), diff_id, layer.digest, _layer_compression(layer))
+        for layer, diff_id in zip(manifest.layers, config.rootfs.diff_ids, strict=True)
+    ]
     return ImageSource(tuple(layers), _honoured(config))
+
+
+def parse_index_or_manifest(data: bytes, media_type: str, name: str) -> Index | Manifest:
+    """What a registry gave as a manifest. ``media_type`` is what it says that it is. Raises ImageError, also for what can be read as both
+    (CVE-2021-41190) and for what gives itself another type than the registry does."""
+    shape = _decode(name, data, _Shape)
+    stated = shape.media_type or media_type
+    if media_type in INDEXES | MANIFESTS and stated != media_type:
+        raise ImageError(f"{name} calls itself {stated[:100]!r}, the registry calls it {media_type!r}")
+    if stated in INDEXES and shape.layers == _ABSENT and shape.config == _ABSENT:
+        return _decode(name, data, Index)
+    if stated in MANIFESTS and shape.manifests == _ABSENT:
+        return _decode(name, data, Manifest)
+    if stated in INDEXES | MANIFESTS:
+        raise ImageError(f"{name} is an index and a manifest at the same time")
+    raise ImageError(f"{name} has the media type {stated[:100]!r}, which isn't supported: push the image anew with a current tool")
+
+
+def remote_image(manifest: Manifest, config: bytes, limits: ImportLimits) -> tuple[tuple[RemoteLayer, ...], ImageConfig]:
+    """The layers of an image in a registry, lowest first, and what is honoured of its configuration, whose digest the caller has checked.
+    Raises ImageError."""
+    decoded = _decode(manifest.config.digest, config, _Config)
+    _check_config(decoded, len(manifest.layers), limits)
+    layers = []
+    for layer, diff_id in zip(manifest.layers, decoded.rootfs.diff_ids, strict=True):
+        check_descriptor(layer)
+        layers.append(RemoteLayer(layer.digest, layer.size, diff_id, _layer_compression(layer)))
+    return tuple(layers), _honoured(decoded)
+
+
+def check_config_type(manifest: Manifest) -> None:
+    """Raises ImageError for a manifest of something that is no image (a chart, a signature, a model)."""
+    if manifest.config.media_type not in _CONFIGS:
+        raise ImageError(f"the configuration has the media type {manifest.config.media_type[:100]!r}, which isn't supported")
+
+
+def check_descriptor(descriptor: Descriptor) -> None:
+    """Raises ImageError for a digest or a size that can't be."""
+    check_digest(descriptor.digest)
+    if descriptor.size < 0:
+        raise ImageError(f"{descriptor.digest} is said to have {descriptor.size} bytes")
+
+
+def _layer_compression(layer: Descriptor) -> Compression:
+    compression = _LAYERS.get(layer.media_type)
+    if compression is None:
+        raise ImageError(f"a layer has the media type {layer.media_type[:100]!r}, which isn't supported")
+    return compression
 
 
 def read_docker_archive(archive: BinaryIO, limits: ImportLimits) -> ImageSource:
@@ -193,13 +277,13 @@ class _Documents:
             raise ImageError(f"the content of {name!r} has another digest")
         return _decode(name, data, kind)
 
-    def decode_blob(self, descriptor: _Descriptor, kind: type[T]) -> T:
+    def decode_blob(self, descriptor: Descriptor, kind: type[T]) -> T:
         data = self._read(descriptor.digest, self.blob(descriptor))
         if f"sha256:{hashlib.sha256(data).hexdigest()}" != descriptor.digest:
             raise ImageError(f"the content of {descriptor.digest} has another digest")
         return _decode(descriptor.digest, data, kind)
 
-    def blob(self, descriptor: _Descriptor) -> Member:
+    def blob(self, descriptor: Descriptor) -> Member:
         """Where the blob lies; its size is checked, its digest not yet."""
         check_digest(descriptor.digest)
         member = self._members.get(f"blobs/sha256/{descriptor.digest.removeprefix('sha256:')}")
@@ -228,29 +312,34 @@ def check_digest(digest: str) -> None:
         raise ImageError(f"the digest {digest[:100]!r} isn't supported: sha256 is")
 
 
-def _choose(documents: _Documents, index: _Index, depth: int) -> _Descriptor:
-    """The manifest for this machine. Signatures, attestations and other platforms are passed over."""
+def choose(index: Index, where: str) -> Descriptor:
+    """The entry of an index that is for this machine: a manifest or another index. Signatures, attestations and other platforms are passed
+    over; of several variants of the same architecture the first is taken, which is the order of preference that builders write.
+
+    Raises ImageError where none is left, and where several images without a platform are. ``where`` names the source in the message.
+    """
     here = _ARCHITECTURES.get(platform.machine(), platform.machine())
-    candidates = {}
+    candidates: dict[str, Descriptor] = {}
+    foreign = ""
     for descriptor in index.manifests:
         wanted = descriptor.platform
         if _ATTESTATION in (descriptor.annotations or {}):
             continue
         if wanted is not None and (wanted.os not in ("", "linux") or wanted.architecture not in ("", here)):
             continue
-        if descriptor.media_type not in _MANIFESTS | _INDEXES:
-            raise ImageError(f"the index holds the media type {descriptor.media_type!r}, which isn't supported")
-        candidates[descriptor.digest] = descriptor
+        if descriptor.media_type not in MANIFESTS | INDEXES:
+            foreign = foreign or descriptor.media_type
+            continue
+        check_descriptor(descriptor)
+        candidates.setdefault(descriptor.digest, descriptor)
+    if not candidates and foreign:
+        raise ImageError(f"the index holds the media type {foreign[:100]!r}, which isn't supported")
     if not candidates:
-        raise ImageError(f"the archive holds no image for linux/{here}")
-    if len(candidates) > 1:
-        raise ImageError(f"the archive holds {len(candidates)} images: save one at a time")
-    (chosen,) = candidates.values()
-    if chosen.media_type in _MANIFESTS:
-        return chosen
-    if depth == _INDEX_DEPTH:
-        raise ImageError("the index leads to indexes without end")
-    return _choose(documents, documents.decode_blob(chosen, _Index), depth + 1)
+        raise ImageError(f"{where} holds no image for linux/{here}")
+    named = [each for each in candidates.values() if each.platform is not None and each.platform.architecture]
+    if len(candidates) > 1 and not named:
+        raise ImageError(f"{where} holds {len(candidates)} images: save one at a time")
+    return named[0] if named else next(iter(candidates.values()))
 
 
 def _check_config(config: _Config, layers: int, limits: ImportLimits) -> None:

@@ -18,7 +18,8 @@ import zstandard
 
 from dsec.images.blobs import BlobDirectory, digest_of, hex_of
 from dsec.images.chunks import CHUNK_BYTES, ChunkTable, pack
-from dsec.images.importing import Flights, Tell
+from dsec.images.flights import Flights
+from dsec.images.importing import Tell
 from dsec.images.leases import POLL_S, Lease
 from dsec.images.shared import BlobMissing, Blobs
 from dsec.images.shared_catalog import Manifest, SharedCatalog, held_by

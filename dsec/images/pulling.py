@@ -13,7 +13,8 @@ import zstandard
 
 from dsec.images.blobs import BlobDirectory, hex_of
 from dsec.images.chunks import ZEROS, ChunkTable
-from dsec.images.importing import Flights, Tell
+from dsec.images.flights import Flights
+from dsec.images.importing import Tell
 from dsec.images.limits import ImportLimits
 from dsec.images.publishing import frames_key, meta_key, table_key
 from dsec.images.shared import BlobMissing, Blobs

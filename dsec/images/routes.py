@@ -16,18 +16,23 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from dsec.images.catalog import Caller
-from dsec.images.importing import ImportRequest, Kind, Tell
+from dsec.images.importing import ImportRequest, Kind, RegistrySource, Tell
 from dsec.images.manifests import Format
 from dsec.images.names import check_name, parse_reference
+from dsec.images.registry import Credentials, RegistryReference
 from libdsec.errors import DSecError, InvalidArgument, PermissionDenied
-from libdsec.schema import FsckLine, ImageInfo, ImagePage, ImportLine
+from libdsec.schema import FsckLine, ImageInfo, ImagePage, ImportLine, RegistryImport
 
 if TYPE_CHECKING:
     from dsec.images.image_store import ImageStore
 
 PAGE_LIMIT = 1000
 MSGPACK = "application/msgpack"
+BODY_LIMIT = 64 << 10
+"""Bytes of a body that describes an import."""
 _PATH_LIMIT = 4095
+_CREDENTIAL_LIMIT = 16 << 10
+"""Characters of a user name or a password: some are tokens."""
 
 _log = structlog.get_logger("dsec.images")
 
@@ -48,6 +53,7 @@ class ImageRoutes:
         return [
             Route("/v1/images", self._list, methods=["GET"]),
             Route("/v1/images", self._import, methods=["POST"]),
+            Route("/v1/images/from-registry", self._import_registry, methods=["POST"]),
             Route("/v1/images/gc", self._collect, methods=["POST"]),
             Route("/v1/images/push", self._push, methods=["POST"]),
             Route("/v1/images/pull", self._pull, methods=["POST"]),
@@ -119,7 +125,32 @@ class ImageRoutes:
                 async for _ in request.stream():
                     pass
                 return Response(_line(ImportLine(image=made)), media_type="application/x-ndjson")
-        return _ImportResponse(self._images, wanted)
+        return _ImportResponse(wanted.name, lambda body, tell: self._images.import_archive(wanted, body, tell))
+
+    async def _import_registry(self, request: Request) -> Response:
+        body = await _registry_import(request)
+        reference = RegistryReference.parse(body.source)
+        caller = _caller(request)
+        self._images.registries.check(reference.host, admin=caller.admin)
+        wanted = ImportRequest(
+            name=check_name(body.name),
+            kind=body.kind,
+            format=None,
+            at="/",
+            caller=caller,
+            idempotency_key=_idempotency_key(request, caller),
+        )
+        if wanted.idempotency_key is not None:
+            made = self._images.made_by(wanted.idempotency_key)
+            if made is not None:
+                return Response(_line(ImportLine(image=made)), media_type="application/x-ndjson")
+        source = RegistrySource(reference=reference, credentials=_credentials(body), insecure=body.insecure)
+
+        async def run(rest: AsyncIterator[bytes], tell: Tell) -> ImageInfo:
+            await _drain(rest)
+            return await self._images.import_registry(wanted, source, tell)
+
+        return _ImportResponse(wanted.name, run)
 
 
 Line = TypeVar("Line", ImportLine, FsckLine)
@@ -171,10 +202,11 @@ async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
 class _ImportResponse(Response):
     """Answers with lines while the body is still coming in. A client that goes away ends the import."""
 
-    def __init__(self, images: ImageStore, request: ImportRequest) -> None:
+    def __init__(self, name: str, work: Callable[[AsyncIterator[bytes], Tell], Awaitable[ImageInfo]]) -> None:
+        """``work`` gets the body and whom to tell; ``name`` is the image's, for the log."""
         super().__init__(media_type="application/x-ndjson")
-        self._images = images
-        self._request = request
+        self._name = name
+        self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/x-ndjson")]
@@ -194,7 +226,7 @@ class _ImportResponse(Response):
 
     async def _run(self, body: AsyncIterator[bytes], lines: asyncio.Queue[ImportLine | None]) -> None:
         try:
-            image = await self._images.import_archive(self._request, body, lines.put_nowait)
+            image = await self._work(body, lines.put_nowait)
             lines.put_nowait(ImportLine(image=image))
         except ClientDisconnect:
             pass
@@ -203,7 +235,7 @@ class _ImportResponse(Response):
             await _drain(body)
         except Exception as failure:
             incident = secrets.token_hex(6)
-            _log.error("import failed", incident=incident, image=self._request.name, exc_info=failure)
+            _log.error("import failed", incident=incident, image=self._name, exc_info=failure)
             unforeseen = DSecError(f"something broke on our side; the service's log tells more under incident {incident}", reason=incident)
             lines.put_nowait(ImportLine(error=unforeseen.body()))
         finally:
@@ -246,7 +278,6 @@ def _import_request(request: Request) -> ImportRequest:
     wanted_format = query.get("format", "auto")
     if wanted_format not in ("auto", *get_args(Format)):
         raise InvalidArgument(f"format is one of auto, {', '.join(get_args(Format))}, not {wanted_format!r}", field="format")
-    key = request.headers.get("idempotency-key")
     caller = _caller(request)
     return ImportRequest(
         name=check_name(query.get("name", "")),
@@ -254,8 +285,41 @@ def _import_request(request: Request) -> ImportRequest:
         format=None if wanted_format == "auto" else cast(Format, wanted_format),
         at=_place(query.get("at", "/")),
         caller=caller,
-        idempotency_key=None if key is None else f"{caller.project}:{key[:128]}",
+        idempotency_key=_idempotency_key(request, caller),
     )
+
+
+async def _registry_import(request: Request) -> RegistryImport:
+    """The body. Raises InvalidArgument."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > BODY_LIMIT:
+            raise InvalidArgument(f"the description of an import has at most {BODY_LIMIT} bytes")
+    try:
+        if request.headers.get("content-type", "").startswith(MSGPACK):
+            return msgspec.msgpack.decode(data, type=RegistryImport)
+        return msgspec.json.decode(data, type=RegistryImport)
+    except msgspec.DecodeError as error:
+        raise InvalidArgument(f"the request body is not as it should be: {error}") from error
+
+
+def _credentials(body: RegistryImport) -> Credentials | None:
+    """Raises InvalidArgument for half of them, and for what can't be put into a header."""
+    if body.username is None and body.password is None:
+        return None
+    for field, text in (("username", body.username), ("password", body.password)):
+        if text is None or not text.isprintable() or len(text) > _CREDENTIAL_LIMIT:
+            raise InvalidArgument("a user name needs a password, and both consist of printable characters", field=field)
+    assert body.username is not None and body.password is not None
+    if ":" in body.username:
+        raise InvalidArgument("a user name may not hold ':' (RFC 7617)", field="username")
+    return Credentials(body.username, body.password)
+
+
+def _idempotency_key(request: Request, caller: Caller) -> str | None:
+    key = request.headers.get("idempotency-key")
+    return None if key is None else f"{caller.project}:{key[:128]}"
 
 
 def _place(at: str) -> str:

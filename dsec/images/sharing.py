@@ -14,7 +14,8 @@ import structlog
 
 from dsec.images.blobs import BlobDirectory
 from dsec.images.catalog import Caller, Catalog, Entry
-from dsec.images.importing import Flights, Tell
+from dsec.images.flights import Flights
+from dsec.images.importing import Tell
 from dsec.images.leases import Lease, keep_refreshed
 from dsec.images.names import ByDigest, ByName, Reference
 from dsec.images.publishing import Publisher

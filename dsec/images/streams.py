@@ -89,6 +89,11 @@ class Stored:
     digest: str
 
 
+def sha256_of(data: bytes) -> str:
+    """The digest of ``data`` as registries write it."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
 async def receive(body: AsyncIterator[bytes], path: Path, blobs: BlobDirectory, limit: int, progress: Callable[[int], None]) -> Stored:
     """Writes a body to ``path``, telling ``progress`` how many bytes are there. Raises ImageError beyond ``limit`` bytes."""
     budget = Budget(limit, "the upload")

@@ -1,15 +1,21 @@
 //! The program gives up what it doesn't need before it reads the first byte of an archive.
 //!
-//! All files are open by then. What remains: reading and writing them, removing or renaming the own outputs, memory, and exiting. A bug in
-//! the parser that an archive exploits finds no way to open a file, start a program or reach a socket.
+//! All files are open by then. What remains: reading and writing them, removing or renaming the own outputs, memory that can't be executed,
+//! and exiting. A bug in the parser that an archive exploits finds no way to open a file, start a program, reach a socket or make code of
+//! data. Three layers say so: seccomp (which calls), Landlock (below which directory the outputs may be removed), resource limits (how much).
 
+use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
 
 use crate::error::{LayerError, Result};
 use crate::limits::Limits;
 
 /// Seconds of CPU: 64 GiB take about four minutes.
 const CPU_SECONDS: u64 = 3600;
+/// Open files: the archives of an image with the most layers, the outputs, and some to spare.
+const OPEN_FILES: u64 = 1024;
 /// Bytes of address space beside what grows with the metadata: buffers, stack, the program itself.
 const BASE_MEMORY: u64 = 512 << 20;
 
@@ -22,7 +28,6 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_fsync,
     libc::SYS_close,
     libc::SYS_brk,
-    libc::SYS_mmap,
     libc::SYS_mremap,
     libc::SYS_munmap,
     libc::SYS_madvise,
@@ -52,17 +57,38 @@ const AUDIT_ARCH: u32 = 0xC000_003E;
 #[cfg(target_arch = "aarch64")]
 const AUDIT_ARCH: u32 = 0xC000_00B7;
 
-/// Offsets in `struct seccomp_data`.
+/// Offsets in `struct seccomp_data`; of an argument, its lower half.
 const DATA_NUMBER: u32 = 0;
 const DATA_ARCH: u32 = 4;
+const DATA_MMAP_PROTECTION: u32 = 32;
 
-/// Limits this process's resources and system calls, for good.
+/// From linux/landlock.h, the first version of its interface (5.13).
+const LANDLOCK_RULE_PATH_BENEATH: libc::c_int = 1;
+const LANDLOCK_EVERYTHING: u64 = (1 << 13) - 1;
+const LANDLOCK_REMOVE_FILE: u64 = 1 << 5;
+const LANDLOCK_MAKE_REG: u64 = 1 << 8;
+
+#[repr(C)]
+struct RulesetAttributes {
+    handled_access_fs: u64,
+}
+
+#[repr(C, packed)]
+struct PathBeneath {
+    allowed_access: u64,
+    parent_fd: libc::c_int,
+}
+
+/// Limits this process's resources and system calls, for good. Files may be removed and renamed in `outputs` (directories) only.
 ///
 /// # Errors
 /// The kernel refuses: then nothing must be read.
-pub fn confine(limits: &Limits) -> Result<()> {
+pub fn confine(limits: &Limits, outputs: &[&Path]) -> Result<()> {
     limit(libc::RLIMIT_CORE, 0)?;
     limit(libc::RLIMIT_CPU, CPU_SECONDS)?;
+    limit(libc::RLIMIT_NOFILE, OPEN_FILES)?;
+    // Counts what the user has already: none may be added.
+    limit(libc::RLIMIT_NPROC, 0)?;
     // The tree, the finished metadata, and what the allocator wastes while vectors grow.
     limit(
         libc::RLIMIT_AS,
@@ -78,7 +104,64 @@ pub fn confine(limits: &Limits) -> Result<()> {
             .max(limits.meta_bytes)
             .saturating_add(BASE_MEMORY),
     )?;
+    // SAFETY: takes plain numbers.
+    if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
+        return Err(failed("giving up new privileges"));
+    }
+    keep_to(outputs)?;
     filter_system_calls()
+}
+
+/// Closes the filesystem but for removing and renaming in `directories`. Kernels without Landlock go without: the other layers stand.
+fn keep_to(directories: &[&Path]) -> Result<()> {
+    let attributes = RulesetAttributes {
+        handled_access_fs: LANDLOCK_EVERYTHING,
+    };
+    // SAFETY: `attributes` outlives the call, and its size is the one that is told.
+    let ruleset = unsafe {
+        libc::syscall(
+            libc::SYS_landlock_create_ruleset,
+            &attributes,
+            size_of::<RulesetAttributes>(),
+            0,
+        )
+    };
+    if ruleset < 0 {
+        return match io::Error::last_os_error().raw_os_error() {
+            Some(libc::ENOSYS | libc::EOPNOTSUPP) => Ok(()),
+            _ => Err(failed("making a Landlock ruleset")),
+        };
+    }
+    // SAFETY: the kernel has just given us this descriptor.
+    let ruleset = unsafe { OwnedFd::from_raw_fd(ruleset as libc::c_int) };
+    for directory in directories {
+        let opened = File::open(directory).map_err(|source| LayerError::Io {
+            what: format!("opening {}", directory.display()),
+            source,
+        })?;
+        let rule = PathBeneath {
+            allowed_access: LANDLOCK_REMOVE_FILE | LANDLOCK_MAKE_REG,
+            parent_fd: opened.as_raw_fd(),
+        };
+        // SAFETY: both descriptors are open, and `rule` outlives the call.
+        let added = unsafe {
+            libc::syscall(
+                libc::SYS_landlock_add_rule,
+                ruleset.as_raw_fd(),
+                LANDLOCK_RULE_PATH_BENEATH,
+                &rule,
+                0,
+            )
+        };
+        if added != 0 {
+            return Err(failed("adding a Landlock rule"));
+        }
+    }
+    // SAFETY: takes plain numbers.
+    if unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0) } != 0 {
+        return Err(failed("entering the Landlock ruleset"));
+    }
+    Ok(())
 }
 
 fn limit(resource: libc::__rlimit_resource_t, value: u64) -> Result<()> {
@@ -113,6 +196,17 @@ fn filter_system_calls() -> Result<()> {
         jump_equal(AUDIT_ARCH, 1, 0),
         answer(libc::SECCOMP_RET_KILL_PROCESS),
         load(DATA_NUMBER),
+        // Memory may be had, but none that can be executed.
+        jump_equal(libc::SYS_mmap as u32, 0, 4),
+        load(DATA_MMAP_PROTECTION),
+        instruction(
+            libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K,
+            libc::PROT_EXEC as u32,
+            0,
+            1,
+        ),
+        answer(libc::SECCOMP_RET_KILL_PROCESS),
+        answer(libc::SECCOMP_RET_ALLOW),
     ];
     for (index, number) in ALLOWED.iter().enumerate() {
         // Jumps over the other comparisons and the kill.
@@ -126,10 +220,6 @@ fn filter_system_calls() -> Result<()> {
         len: program.len() as libc::c_ushort,
         filter: program.as_mut_ptr(),
     };
-    // SAFETY: takes plain numbers.
-    if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
-        return Err(failed("giving up new privileges"));
-    }
     // SAFETY: `filter` points to `program`, which outlives the call; the kernel copies it.
     if unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter) } != 0 {
         return Err(failed("filtering system calls"));
@@ -150,5 +240,136 @@ fn failed(what: &str) -> LayerError {
     LayerError::Io {
         what: what.into(),
         source: io::Error::last_os_error(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CString;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// What became of a child that confined itself and then did `act`: `Ok` with its exit status, or `Err` with the signal that ended it.
+    fn confined(
+        outputs: &[&Path],
+        act: impl FnOnce() -> libc::c_int,
+    ) -> std::result::Result<i32, i32> {
+        // SAFETY: the child touches nothing that another thread may hold, and leaves by _exit.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            let status = match confine(&Limits::default(), outputs) {
+                Ok(()) => act(),
+                Err(_) => 99,
+            };
+            // SAFETY: ends the process.
+            unsafe { libc::_exit(status) };
+        }
+        let mut status = 0;
+        // SAFETY: `status` is valid for the kernel to write to.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        if libc::WIFSIGNALED(status) {
+            return Err(libc::WTERMSIG(status));
+        }
+        Ok(libc::WEXITSTATUS(status))
+    }
+
+    fn call(number: libc::c_long, arguments: [libc::c_long; 6]) -> libc::c_int {
+        let [a, b, c, d, e, f] = arguments;
+        // SAFETY: in a child that may do what it likes; pointers are valid or null.
+        unsafe { libc::syscall(number, a, b, c, d, e, f) };
+        0
+    }
+
+    #[test]
+    fn what_opens_starts_or_reaches_anything_ends_the_process() {
+        let path = CString::new("/etc/passwd").unwrap();
+        let path = path.as_ptr() as libc::c_long;
+        let executable = libc::c_long::from(libc::PROT_READ | libc::PROT_EXEC);
+        let anonymous = libc::c_long::from(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let forbidden = [
+            (libc::SYS_openat, [libc::AT_FDCWD.into(), path, 0, 0, 0, 0]),
+            (libc::SYS_openat2, [libc::AT_FDCWD.into(), path, 0, 0, 0, 0]),
+            (libc::SYS_execve, [path, 0, 0, 0, 0, 0]),
+            (libc::SYS_execveat, [0, path, 0, 0, 0, 0]),
+            (libc::SYS_clone, [0; 6]),
+            (libc::SYS_clone3, [0; 6]),
+            (libc::SYS_socket, [2, 1, 0, 0, 0, 0]),
+            (libc::SYS_connect, [0; 6]),
+            (libc::SYS_ptrace, [0; 6]),
+            (libc::SYS_kill, [1, 0, 0, 0, 0, 0]),
+            (libc::SYS_process_vm_writev, [0; 6]),
+            (libc::SYS_memfd_create, [path, 0, 0, 0, 0, 0]),
+            (libc::SYS_io_uring_setup, [0; 6]),
+            (libc::SYS_bpf, [0; 6]),
+            (libc::SYS_userfaultfd, [0; 6]),
+            (libc::SYS_linkat, [0, path, 0, path, 0, 0]),
+            (libc::SYS_ftruncate, [0; 6]),
+            (libc::SYS_fchmod, [0; 6]),
+            (libc::SYS_prlimit64, [0; 6]),
+            (libc::SYS_mprotect, [0, 4096, executable, 0, 0, 0]),
+            (libc::SYS_mmap, [0, 4096, executable, anonymous, -1, 0]),
+        ];
+        for (number, arguments) in forbidden {
+            let end = confined(&[], || call(number, arguments));
+            assert_eq!(end, Err(libc::SIGSYS), "system call {number}");
+        }
+    }
+
+    #[test]
+    fn what_a_conversion_needs_goes_on() {
+        let writable = libc::c_long::from(libc::PROT_READ | libc::PROT_WRITE);
+        let anonymous = libc::c_long::from(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let end = confined(&[], || {
+            // SAFETY: an anonymous mapping touches nothing else.
+            let mapped =
+                unsafe { libc::syscall(libc::SYS_mmap, 0, 1 << 20, writable, anonymous, -1, 0) };
+            i32::from(mapped == -1)
+        });
+        assert_eq!(end, Ok(0));
+    }
+
+    #[test]
+    fn memory_ends_at_the_limit() {
+        let end = confined(&[], || {
+            let size = (Limits::default().meta_bytes * 4 + BASE_MEMORY) as usize;
+            // SAFETY: an anonymous mapping touches nothing else.
+            let mapped = unsafe {
+                libc::mmap(
+                    std::ptr::null_mut(),
+                    size,
+                    libc::PROT_READ,
+                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                    -1,
+                    0,
+                )
+            };
+            i32::from(mapped != libc::MAP_FAILED)
+        });
+        assert_eq!(end, Ok(0));
+    }
+
+    #[test]
+    fn only_its_own_directory_can_be_tidied() {
+        let base = PathBuf::from(format!("/tmp/dsec-confine-{}", std::process::id()));
+        let (own, foreign) = (base.join("own"), base.join("foreign"));
+        for directory in [&own, &foreign] {
+            std::fs::create_dir_all(directory).unwrap();
+            std::fs::write(directory.join("file"), b"x").unwrap();
+        }
+        let remove = |path: &Path| {
+            let path = CString::new(path.as_os_str().as_encoded_bytes()).unwrap();
+            // SAFETY: `path` is a string that outlives the call.
+            confined(&[&own], || unsafe { libc::unlink(path.as_ptr()) } & 1)
+        };
+        let supported = {
+            // SAFETY: asks for the version only.
+            unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, 0, 0, 1) > 0 }
+        };
+        assert_eq!(remove(&foreign.join("file")), Ok(i32::from(supported)));
+        assert_eq!(foreign.join("file").exists(), supported);
+        assert_eq!(remove(&own.join("file")), Ok(0));
+        std::fs::remove_dir_all(base).unwrap();
     }
 }

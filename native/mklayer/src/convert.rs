@@ -111,6 +111,8 @@ impl Converter {
             Kind::Directory => builder.put_directory(&place, attributes, &mut self.arena),
             Kind::HardLink(target) => {
                 let leaf = builder.link_target(self.path(&target)?, &self.arena)?;
+                // Unpacking sets what the entry says of the file, as docker and containerd do, whatever its first name said.
+                self.arena.leaves[leaf].adopt(attributes);
                 builder.put_leaf(&place, leaf, &mut self.arena)
             }
             // The kernel reads this device as a whiteout, so that is what it is.

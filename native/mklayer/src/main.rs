@@ -139,6 +139,13 @@ fn open_archive(path: &Path) -> Result<Box<dyn Read>> {
     Ok(Box::new(file))
 }
 
+fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    }
+}
+
 fn run(options: &Options) -> Result<String> {
     let archives = options
         .archives
@@ -148,7 +155,10 @@ fn run(options: &Options) -> Result<String> {
     let (mut meta_output, mut meta_file) = Output::create(&options.meta)?;
     let (mut blob_output, blob_file) = Output::create(&options.blob)?;
     let (mut spare_output, spare_file) = Output::create(&options.blob.with_extension("spare"))?;
-    confine(&options.limits)?;
+    confine(
+        &options.limits,
+        &[directory_of(&options.meta), directory_of(&options.blob)],
+    )?;
 
     let mut converter = Converter::new(options.limits.clone(), &options.at, blob_file)?;
     for archive in archives {

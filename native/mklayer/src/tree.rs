@@ -37,6 +37,20 @@ pub struct Leaf {
     pub kind: LeafKind,
 }
 
+impl Leaf {
+    /// Takes over what another name of the same file says of it. Only the owner of a symbolic link can be set through one.
+    pub fn adopt(&mut self, said: Attributes) {
+        let own = &mut self.attributes;
+        (own.uid, own.gid) = (said.uid, said.gid);
+        if matches!(self.kind, LeafKind::Symlink(_)) {
+            return;
+        }
+        own.mode = said.mode;
+        (own.mtime, own.mtime_nsec) = (said.mtime, said.mtime_nsec);
+        own.xattrs.extend(said.xattrs);
+    }
+}
+
 #[derive(Debug)]
 pub enum LeafKind {
     File(FileData),

@@ -1,0 +1,226 @@
+"""Layers on their way from a registry: files named by what they are to become, kept for a while when an import fails, so that the next
+attempt goes on where this one stopped. A file counts as the layer only after its digest was checked.
+
+What one project has fetched is no other project's: the name covers the project and the repository, so nobody gets to a layer by its digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from dsec.images.blobs import BlobDirectory
+from dsec.images.flights import Flights
+from dsec.images.limits import ImportLimits
+from dsec.images.manifests import RemoteLayer
+from dsec.images.registry import ATTEMPTS, Registry, pause
+from dsec.images.streams import PIECE, WRITE_BATCH
+from libdsec.errors import ImageError
+
+KEPT_S = 24 * 3600.0
+"""How long after its last byte a partial download stays."""
+RESTARTS = 1
+"""How often a layer that was put together from several answers, and has the wrong digest, is fetched anew."""
+ANSWERS = 200
+"""Answers out of which one layer may be put together: a registry that gives a byte at a time is none."""
+
+T = TypeVar("T")
+
+
+class Downloads:
+    """The directory of partial downloads. One per image store."""
+
+    def __init__(self, directory: Path, blobs: BlobDirectory, limits: ImportLimits) -> None:
+        self._directory = directory
+        self._blobs = blobs
+        self._limits = limits
+        self._flights = Flights()
+        self._held: dict[str, int] = {}
+
+    @asynccontextmanager
+    async def scope(self) -> AsyncGenerator[Download, None]:
+        """For one import: what it fetches stays until the scope ends. Fetched layers go when it ends well, and stay for the next attempt
+        when it doesn't; what is too old or too much goes now."""
+        await asyncio.to_thread(self.sweep)
+        download = Download(self)
+        try:
+            yield download
+        finally:
+            for name in download.names:
+                self._held[name] -= 1
+                if not self._held[name]:
+                    del self._held[name]
+        for name in download.names:
+            if name not in self._held:
+                (self._directory / name).unlink(missing_ok=True)
+        self._remove_if_empty()
+
+    def hold(self, name: str) -> None:
+        """Keeps the sweep from a file."""
+        self._held[name] = self._held.get(name, 0) + 1
+
+    def sweep(self, now: float | None = None) -> None:
+        """Removes downloads that nobody went on with for a day, and the oldest ones beyond the size of one upload. Blocks on the disk."""
+        if not self._directory.is_dir():
+            return
+        now = time.time() if now is None else now
+        found = sorted(((entry.stat().st_mtime, entry) for entry in os.scandir(self._directory)), key=lambda pair: -pair[0])
+        total = 0
+        for modified, entry in found:
+            total += entry.stat().st_size
+            if entry.name not in self._held and (now - modified > KEPT_S or total > self._limits.upload):
+                os.unlink(entry.path)
+        self._remove_if_empty()
+
+    def _remove_if_empty(self) -> None:
+        try:
+            self._directory.rmdir()
+        except OSError:
+            pass  # in use, or not there
+
+    async def fetch(self, name: str, registry: Registry, layer: RemoteLayer, progress: Callable[[int], None]) -> Path:
+        """The layer as a file. ``progress`` gets the bytes as they come (a negative number: some of them were for nothing).
+
+        Raises ImageError for another digest or another size than promised, NoCapacity, Unavailable, and what the registry refuses with.
+        """
+        path = self._directory / name
+        async with self._flights.of(name):
+            await asyncio.to_thread(self._directory.mkdir, mode=0o700, exist_ok=True)
+            for restart in range(RESTARTS + 1):
+                content = await to_end(lambda: _Content.read(path, layer.size))
+                resumed = content.size > 0
+                progress(content.size)
+                resumed = await self._complete(path, content, registry, layer, progress) or resumed
+                if content.digest == layer.digest:
+                    return path
+                await asyncio.to_thread(path.unlink)
+                progress(-content.size)
+                if not resumed or restart == RESTARTS:
+                    break
+        raise ImageError(f"the layer {layer.digest} has another digest: it is broken or forged")
+
+    async def _complete(
+        self, path: Path, content: _Content, registry: Registry, layer: RemoteLayer, progress: Callable[[int], None]
+    ) -> bool:
+        """Fetches what is missing of the layer. Returns whether it took more than one answer."""
+        attempt = answers = 0
+        furthest = content.size
+        failure: Exception | None = None
+        while content.size < layer.size:
+            if attempt == ATTEMPTS or answers == ANSWERS:
+                raise registry.unreachable(failure)
+            await pause(attempt, failure)
+            try:
+                async with registry.blob(layer.digest, content.size) as (offset, stream):
+                    answers += 1
+                    if offset != content.size:
+                        progress(-content.size)
+                        await to_end(lambda: content.cut(path))
+                    await self._append(path, content, stream.iter_any(), layer, progress)
+                if content.size < layer.size:
+                    raise ConnectionError(f"the layer {layer.digest} ends after {content.size} of {layer.size} bytes")
+            except Exception as error:
+                registry.check_failure(error)
+                failure = error
+                # One that begins again and breaks off at the same place each time gets nowhere.
+                attempt = attempt + 1 if content.size <= furthest else 1
+                furthest = max(furthest, content.size)
+        if layer.size == 0:
+            await asyncio.to_thread(path.touch)
+        return answers > 1
+
+    async def _append(
+        self, path: Path, content: _Content, chunks: AsyncIterator[bytes], layer: RemoteLayer, progress: Callable[[int], None]
+    ) -> None:
+        """Appends what comes to the file. What is there when the connection breaks is kept."""
+        batch = bytearray()
+
+        async def flush() -> None:
+            data = bytes(batch)
+            batch.clear()
+            self._blobs.check_room(len(data))
+            await to_end(lambda: content.append(path, data))
+            progress(len(data))
+
+        try:
+            async for chunk in chunks:
+                if content.size + len(batch) + len(chunk) > layer.size:
+                    batch.clear()
+                    raise ImageError(f"the layer {layer.digest} is longer than the {layer.size} bytes that are promised")
+                batch += chunk
+                if len(batch) >= WRITE_BATCH:
+                    await flush()
+        finally:
+            if batch:
+                await flush()
+
+
+class Download:
+    """What one import fetches."""
+
+    def __init__(self, downloads: Downloads) -> None:
+        self._downloads = downloads
+        self.names: set[str] = set()
+
+    async def fetch(self, project: str, registry: Registry, layer: RemoteLayer, progress: Callable[[int], None]) -> Path:
+        """See :meth:`Downloads.fetch`. ``project`` is whose import this is."""
+        name = hashlib.sha256(f"{project}\n{registry.origin}\n{layer.digest}".encode()).hexdigest()
+        if name not in self.names:
+            self.names.add(name)
+            self._downloads.hold(name)
+        return await self._downloads.fetch(name, registry, layer, progress)
+
+
+class _Content:
+    """What a file holds so far, and the hash of it."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._hash = hashlib.sha256()
+
+    @classmethod
+    def read(cls, path: Path, limit: int) -> _Content:
+        """The content of the file; of one that is longer than it may get, or isn't there: nothing."""
+        content = cls()
+        if not path.exists():
+            return content
+        if path.stat().st_size > limit:
+            path.unlink()
+            return content
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(PIECE):
+                content._hash.update(piece)
+                content.size += len(piece)
+        return content
+
+    @property
+    def digest(self) -> str:
+        return f"sha256:{self._hash.hexdigest()}"
+
+    def append(self, path: Path, data: bytes) -> None:
+        with path.open("ab", buffering=0) as file:
+            file.write(data)
+        self._hash.update(data)
+        self.size += len(data)
+
+    def cut(self, path: Path) -> None:
+        """Begins again."""
+        path.unlink(missing_ok=True)
+        self.size = 0
+        self._hash = hashlib.sha256()
+
+
+async def to_end(work: Callable[[], T]) -> T:
+    """What ``work`` returns, done in a thread. Cancelled, it waits for the thread: nobody else may find the file half written."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
