@@ -45,9 +45,8 @@ pub fn clone_mount(fd: RawFd, path: &CStr) -> io::Result<OwnedFd> {
 
 /// A detached copy of the mount at `fd` and of those below it.
 pub fn clone_mounts(fd: RawFd) -> io::Result<OwnedFd> {
-    let flags = OPEN_TREE_CLONE
-        | OPEN_TREE_CLOEXEC
-        | (libc::AT_EMPTY_PATH | libc::AT_RECURSIVE) as c_uint;
+    let flags =
+        OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | (libc::AT_EMPTY_PATH | libc::AT_RECURSIVE) as c_uint;
     // SAFETY: a constant NUL-terminated path.
     owned(unsafe { libc::syscall(libc::SYS_open_tree, fd, c"".as_ptr(), flags) })
 }
