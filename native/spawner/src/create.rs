@@ -36,6 +36,8 @@ pub struct Spec {
     pub cpu_millis: u64,
     pub pids: u64,
     pub disk: u64,
+    /// The snapshot that its writable layer begins with; None: an empty one.
+    pub from: Option<String>,
     pub extra_ids: Vec<u32>,
     /// Bytes that chronus keeps of each stream after they were sent.
     pub history: u64,
@@ -170,7 +172,10 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
     };
     let cgroup = node.cgroups.create(&spec.id, limits, own_id)?;
     clock.mark("cgroups");
-    node.scratch.create(&spec.id, spec.disk)?;
+    match &spec.from {
+        None => node.scratch.create(&spec.id, spec.disk)?,
+        Some(snapshot) => node.scratch.create_from(&spec.id, snapshot, spec.disk)?,
+    }
     clock.mark("scratch");
     let listener = listen(node, slot)?;
     let cookie = random_pair()?;

@@ -40,6 +40,7 @@ dsec-spawner: every privileged act of the service, behind one socket
   --service-uid N      who may call the daemon, and whom the service runs as (64913)
   --scratch-mb N       MiB allocated for writable layers when there are none yet (16384)
   --chronus FILE       the agent's program (chronus beside this program)
+  --mklayer FILE       the program that makes layers (dsec-mklayer beside this program)
   --code DIR           supervise: the directory that the service's code is read from
 ";
 
@@ -66,6 +67,7 @@ pub struct Options {
     /// MiB of the scratch file.
     pub scratch_mb: u64,
     pub chronus: PathBuf,
+    pub mklayer: PathBuf,
     /// Where the service's code is; empty but for `supervise`.
     pub code: PathBuf,
     /// What stands after `--`: the service's command.
@@ -82,6 +84,7 @@ impl Options {
             service_uid: DEFAULT_SERVICE_UID,
             scratch_mb: DEFAULT_SCRATCH_MB,
             chronus: beside_this_program("chronus"),
+            mklayer: beside_this_program("dsec-mklayer"),
             code: PathBuf::new(),
             argv: Vec::new(),
         }
@@ -89,7 +92,7 @@ impl Options {
 
     /// The arguments that make another process of this program see the same instance (without `code` and `argv`).
     pub fn to_args(&self) -> Vec<OsString> {
-        let pairs: [(&str, OsString); 7] = [
+        let pairs: [(&str, OsString); 8] = [
             ("--run-dir", self.run_dir.clone().into()),
             ("--state-dir", self.state_dir.clone().into()),
             ("--cgroup", self.cgroup.clone().into()),
@@ -97,6 +100,7 @@ impl Options {
             ("--service-uid", self.service_uid.to_string().into()),
             ("--scratch-mb", self.scratch_mb.to_string().into()),
             ("--chronus", self.chronus.clone().into()),
+            ("--mklayer", self.mklayer.clone().into()),
         ];
         pairs
             .into_iter()
@@ -117,6 +121,7 @@ impl Options {
                 self.scratch_mb = number(name, &value, MIN_SCRATCH_MB, u64::MAX >> 20)?
             }
             "--chronus" => self.chronus = absolute(name, value)?,
+            "--mklayer" => self.mklayer = absolute(name, value)?,
             "--code" => self.code = absolute(name, value)?,
             _ => {
                 return Err(format!(

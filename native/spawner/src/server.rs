@@ -14,7 +14,8 @@ use crate::endings::Endings;
 use crate::kill;
 use crate::node::{self, Node};
 use crate::options::Options;
-use crate::registry::{Refusal, Registry};
+use crate::registry::{Refusal, Registry, State};
+use crate::snapshot::{self, Packs};
 use crate::sysapi::{self, check};
 use crate::verbs::{self, Facts, Listed, Verb};
 
@@ -23,6 +24,11 @@ const MAX_REQUEST: u32 = 4 << 20;
 /// Creations and endings wait for the kernel (grace periods, dying processes) as long as they compute: more threads than processors keep these busy.
 const CREATORS: usize = 6;
 const ENDERS: usize = 8;
+
+/// Layers made at the same time, each with one processor busy.
+const PACKERS: usize = 2;
+/// Snapshots wait for the disk.
+const SNAPPERS: usize = 2;
 
 /// How often quota groups of deleted subvolumes are tried again: deletions come through with the filesystem's commits, every 30 s.
 const ORPHANS_EVERY: std::time::Duration = std::time::Duration::from_secs(10);
@@ -53,6 +59,9 @@ struct Server {
     creates: Mutex<mpsc::Sender<(Peer, u64, Box<Spec>)>>,
     ends: Mutex<mpsc::Sender<(Peer, u64, String, bool)>>,
     others: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    snapshots: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    orders: Mutex<mpsc::Sender<(Peer, u64, Box<snapshot::Order>)>>,
+    packs: Packs,
     endings: Endings,
     denials: Denials,
     watch: OwnedFd,
@@ -81,6 +90,8 @@ pub fn run(options: &Options) -> io::Result<()> {
     let (creates, to_create) = mpsc::channel();
     let (ends, to_end) = mpsc::channel();
     let (others, to_do) = mpsc::channel();
+    let (snapshots, to_snap) = mpsc::channel();
+    let (orders, to_pack) = mpsc::channel();
     let server = Arc::new(Server {
         node,
         registry: Registry::default(),
@@ -89,12 +100,16 @@ pub fn run(options: &Options) -> io::Result<()> {
         creates: Mutex::new(creates),
         ends: Mutex::new(ends),
         others: Mutex::new(others),
+        snapshots: Mutex::new(snapshots),
+        orders: Mutex::new(orders),
+        packs: Packs::default(),
         endings: Endings::default(),
         denials: Denials::new(epoll()?),
         watch: epoll()?,
         watched: Mutex::default(),
         peers: Mutex::default(),
     });
+    server.node.cgroups.thaw_all();
     for (id, pidfd) in server.registry.recover(&server.node) {
         server.watch(&id, pidfd)?;
     }
@@ -141,6 +156,27 @@ pub fn run(options: &Options) -> io::Result<()> {
             peer.send(&other.other(id, verb));
         }
     })?;
+    let to_snap = Arc::new(Mutex::new(to_snap));
+    for _ in 0..SNAPPERS {
+        let (server, inbox) = (server.clone(), to_snap.clone());
+        start("snapshot", move || {
+            while let Some((peer, id, verb)) = next(&inbox) {
+                peer.send(&server.other(id, verb));
+            }
+        })?;
+    }
+    let to_pack = Arc::new(Mutex::new(to_pack));
+    for _ in 0..PACKERS {
+        let (server, inbox) = (server.clone(), to_pack.clone());
+        start("pack", move || {
+            while let Some((peer, id, order)) = next(&inbox) {
+                peer.send(&match server.packs.make(&server.node, &order) {
+                    Ok(report) => verbs::packed(id, &report),
+                    Err(refused) => verbs::error(id, refused.code, &refused.message),
+                });
+            }
+        })?;
+    }
     let refuser = server.clone();
     start("deny", move || {
         refuser
@@ -235,6 +271,7 @@ fn code_of(error: &io::Error) -> &'static str {
         io::ErrorKind::InvalidData => "invalid_layer",
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "no_space",
         io::ErrorKind::TimedOut => "timeout",
+        io::ErrorKind::Unsupported => "unsupported",
         _ => "failed",
     }
 }
@@ -294,6 +331,18 @@ impl Server {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .send((peer, id, sandbox, keep_scratch))
+                .is_ok(),
+            Verb::SnapshotPack(order) => self
+                .orders
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .send((peer, id, order))
+                .is_ok(),
+            verb @ (Verb::Snapshot { .. } | Verb::SnapshotRemove { .. }) => self
+                .snapshots
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .send((peer, id, verb))
                 .is_ok(),
             verb => self
                 .others
@@ -391,7 +440,15 @@ impl Server {
                 .scratch
                 .diff(&sandbox, limit as usize)
                 .map(|changes| verbs::diff(id, &changes)),
-            Verb::Create(_) | Verb::Kill { .. } => {
+            Verb::Snapshot { sandbox, snapshot } => self
+                .snapshot(&sandbox, &snapshot)
+                .map(|taken| verbs::taken(id, taken)),
+            Verb::SnapshotRemove { snapshot } => self
+                .packs
+                .remove(&self.node, &snapshot)
+                .map(|()| verbs::done(id)),
+            Verb::Snapshots => snapshot::list(&self.node).map(|names| verbs::snapshots(id, &names)),
+            Verb::Create(_) | Verb::Kill { .. } | Verb::SnapshotPack(_) => {
                 Err(io::Error::other("this verb has threads of its own"))
             }
         };
@@ -414,6 +471,17 @@ impl Server {
                 features: &self.features,
             },
         )
+    }
+
+    fn snapshot(&self, sandbox: &str, name: &str) -> io::Result<snapshot::Taken> {
+        let entry = self.registry.get(sandbox);
+        if entry.is_none_or(|entry| entry.state != State::Live) {
+            return Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("no sandbox {sandbox} runs"),
+            ));
+        }
+        snapshot::take(&self.node, sandbox, name)
     }
 
     fn limit(

@@ -49,6 +49,7 @@ fn remove_all(options: &Options) -> io::Result<()> {
     for file in ["spawner.sock", "layers.ns", "ready"] {
         remove(&options.run_dir.join(file))?;
     }
+    remove(&options.state_dir.join("packs"))?;
     remove(&options.state_dir.join("scratch"))
 }
 

@@ -33,11 +33,12 @@ const RUN_NAMES: [&str; 12] = [
     "up.json",
 ];
 /// Likewise in a state directory.
-const STATE_NAMES: [&str; 6] = [
+const STATE_NAMES: [&str; 7] = [
     "dsec.log",
     "images",
     "journal.sqlite",
     "lost+found",
+    "packs",
     "scratch",
     "store.sqlite",
 ];
