@@ -108,7 +108,7 @@ async def serve(config: ServeConfig) -> None:
         await images.open()
         ports_url = config.ports_url or origin(ports_socket)
         edge_config = EdgeConfig(state_dir=config.state_dir, run_dir=config.run_dir, cgroup=config.cgroup, ports_url=ports_url)
-        edge = Edge(edge_config, images)
+        edge = Edge(edge_config, images, packing=images.packing)
         images.in_use = edge.in_use
         await edge.open()
         closing.push_async_callback(edge.close)

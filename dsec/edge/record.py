@@ -59,6 +59,11 @@ class Record(msgspec.Struct, kw_only=True, array_like=True):
     socket: str = ""
     events: tuple[SandboxEvent, ...] = ()
     """The last events of a sandbox that failed."""
+    forked_from: str | None = None
+    """The sandbox whose files it started with, as they were at ``forked_at``."""
+    forked_at: float | None = None
+    inherited: int = 0
+    """Bytes of its files that it shares with that sandbox: its quota doesn't see them."""
 
     def forget_workings(self) -> None:
         """Drops what only a living sandbox needs, so that 100,000 records stay small."""
@@ -97,4 +102,6 @@ class Record(msgspec.Struct, kw_only=True, array_like=True):
             labels=self.labels,
             notices=self.notices,
             exit=self.exit,
+            forked_from=self.forked_from,
+            forked_at=self.forked_at,
         )

@@ -19,7 +19,7 @@ from dsec.edge.lifetimes import Lifetimes
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.spawner import Listener, Spawner
-from dsec.edge.starts import Resolver, Starts
+from dsec.edge.starts import Origin, Resolver, Starts
 from dsec.edge.states import ENDED
 from dsec.edge.sweep import Sweep
 from dsec.edge.validation import check_labels, check_rules, check_seconds
@@ -79,9 +79,9 @@ class Sandboxes:
         inventory.spawner.close()
         await inventory.journal.close()
 
-    async def create(self, project: str, args: RunArgs, deadline: float | None) -> SandboxInfo:
+    async def create(self, project: str, args: RunArgs, deadline: float | None, origin: Origin | None = None) -> SandboxInfo:
         """See :meth:`dsec.edge.starts.Starts.create`."""
-        return self.info(await self.starts.create(project, args, deadline))
+        return self.info(await self.starts.create(project, args, deadline, origin))
 
     async def stop(self, sandbox: Sandbox, reason: str) -> SandboxInfo:
         """See :meth:`dsec.edge.endings.Endings.stop`; tells how it was."""

@@ -15,6 +15,7 @@ from dsec.images.environments import Environment, compose
 from dsec.images.importing import Importer, ImportRequest, Tell
 from dsec.images.limits import ImportLimits
 from dsec.images.names import ByName, exact, parse_reference
+from dsec.images.packing import Packing
 from dsec.images.routes import ImageRoutes
 from dsec.store import Store
 from libdsec.errors import Conflict, ImageNotFound, PermissionDenied
@@ -41,9 +42,11 @@ class ImageStore:
         self.in_use: Callable[[], set[str]] = _nobody
         self._blobs = BlobDirectory(root, disk_reserve=self.limits.disk_reserve)
         self._catalog = Catalog(store)
-        self._importer = Importer(self._catalog, self._blobs, Converter(converter, self._blobs, self.limits), self.limits)
+        made_by = Converter(converter, self._blobs, self.limits)
+        self._importer = Importer(self._catalog, self._blobs, made_by, self.limits)
         self._collecting = asyncio.Lock()
         self._environments: dict[tuple[str, str | None, tuple[str, ...]], Environment] = {}
+        self.packing = Packing(self._catalog, self._blobs, made_by, self._importer.pins, self.limits, changed=self._environments.clear)
 
     async def open(self) -> None:
         """Loads the catalog and removes what a crash left: half-made files, and blobs that no image names. Raises OSError, and what the

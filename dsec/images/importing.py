@@ -128,7 +128,9 @@ class Importer:
                     async with self._slots:
                         layers, config = await self._layers(request, received, workspace, tell, pin)
                     tell(ImportLine(step="storing", done_bytes=received.size))
-                    return await self._catalog.add(_draft(request, layers, config), request.caller, request.idempotency_key)
+                    return await self._catalog.add(
+                        draft(request.name, request.kind, layers, config), request.caller, request.idempotency_key
+                    )
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise NoCapacity(f"the disk of the image store is full: {error}", reason="disk") from error
@@ -262,13 +264,13 @@ def _verify(source: BinaryIO, layer: LayerSource) -> None:
         raise ImageError(f"the layer {layer.digest} has another digest: it is broken or forged")
 
 
-def _draft(request: ImportRequest, layers: list[LayerInfo], config: ImageConfig) -> ImageInfo:
+def draft(name: str, kind: Kind, layers: list[LayerInfo], config: ImageConfig) -> ImageInfo:
     """The image but for its version. Its digest covers what it is made of and how it is run."""
-    content = {"kind": request.kind, "layers": [layer.digest for layer in layers], "config": config}
+    content = {"kind": kind, "layers": [layer.digest for layer in layers], "config": config}
     return ImageInfo(
-        name=request.name,
+        name=name,
         version=0,
-        kind=request.kind,
+        kind=kind,
         digest=f"sha256:{hashlib.sha256(msgspec.json.encode(content, order='deterministic')).hexdigest()}",
         layers=layers,
         config=config,

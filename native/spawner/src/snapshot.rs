@@ -8,7 +8,7 @@ use std::ffi::CString;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -269,7 +269,7 @@ fn start(
     };
     let mut command = Command::new("dsec-mklayer");
     command
-        .stdin(Stdio::null())
+        .stdin(node.null.try_clone()?)
         .stdout(report.try_clone()?)
         .stderr(report.try_clone()?);
     // SAFETY: between fork and exec only system calls are made, with memory that was prepared before.
@@ -413,6 +413,10 @@ fn collect(mut child: Child, reading: OwnedFd, pidfd: &OwnedFd) -> Result<String
         (Some(0), _) => Ok(text),
         (Some(1), _) => Err(Refused {
             code: "image_error",
+            message: text,
+        }),
+        (Some(2), _) => Err(Refused {
+            code: "invalid_argument",
             message: text,
         }),
         (Some(3), _) if text.contains("No space left") => Err(Refused {
