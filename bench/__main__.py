@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from bench import churn, density, exec, report, start, start_one, stream
+from bench import churn, density, exec, pack, report, start, start_one, stream
 from bench.claim import Claim, Result, Setting, WrongAnswer, judge
 from bench.rootfs import root_tar
 from dsec.demo.instance import InstanceError
 from dsec.images.debian import DebianRootError
 from libdsec.errors import DSecError
 
-CLAIMS = {claim.name: claim for claim in (start.CLAIM, start_one.CLAIM, exec.CLAIM, density.CLAIM, churn.CLAIM, stream.CLAIM)}
+CLAIMS = {claim.name: claim for claim in (start.CLAIM, start_one.CLAIM, exec.CLAIM, density.CLAIM, churn.CLAIM, stream.CLAIM, pack.CLAIM)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

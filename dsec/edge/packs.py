@@ -26,7 +26,7 @@ from dsec.edge.spawner import PackOrder, SpawnerError, SpawnerLost, Taken
 from dsec.edge.validation import KEY_MAX, check_labels
 from dsec.images.catalog import Caller
 from dsec.images.packing import PackedLayer
-from libdsec.errors import DSecError, InvalidArgument, NoCapacity, Unavailable, Unsupported
+from libdsec.errors import DSecError, ImageError, InvalidArgument, NoCapacity, Unavailable, Unsupported
 from libdsec.schema import ImageInfo, PackLine, PackRequest, PackResult
 
 if TYPE_CHECKING:
@@ -211,6 +211,8 @@ class Packs:
         try:
             return await self._inventory.spawner.snapshot_pack(order)
         except SpawnerError as error:
+            if error.code == "image_error":
+                raise ImageError(f"what the sandbox wrote can't be a layer: {error.message}") from error
             if error.code == "no_space":
                 raise NoCapacity(f"the disk of the image store is full: {error.message}", reason="disk") from error
             if error.code == "invalid_argument":

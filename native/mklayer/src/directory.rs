@@ -114,7 +114,7 @@ impl Reader<'_> {
             let length = self.path.len();
             self.path.push(b'/');
             self.path.extend_from_slice(&name);
-            if self.path.len() > PATH_MAX {
+            if self.path.len() > PATH_MAX && excluded.is_none() {
                 return Err(LayerError::entry(
                     &self.path,
                     format!("a path longer than {PATH_MAX} bytes"),
@@ -199,6 +199,11 @@ impl Reader<'_> {
         name: &CString,
         excluded: Option<usize>,
     ) -> Result<Option<Node>> {
+        if let (Some(glob), true) = (excluded, self.is_too_deep()) {
+            // No layer reaches as far down, so nothing in there can hide anything.
+            self.removed[glob].entries += 1;
+            return Ok(None);
+        }
         self.depth += 1;
         if self.depth > self.arena.limits.depth {
             return Err(LayerError::entry(
@@ -220,6 +225,10 @@ impl Reader<'_> {
             }
             _ => Ok(Some(Node::Directory(Box::new(directory)))),
         }
+    }
+
+    fn is_too_deep(&self) -> bool {
+        self.depth >= self.arena.limits.depth || self.path.len() > PATH_MAX
     }
 
     fn open(&self, dir: &OwnedFd, name: &CString, flags: libc::c_int) -> Result<OwnedFd> {

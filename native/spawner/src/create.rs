@@ -170,7 +170,14 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
         cpu_millis: Some(spec.cpu_millis).filter(|millis| *millis < node.cores as u64 * 1000),
         pids: Some(spec.pids),
     };
-    let cgroup = node.cgroups.create(&spec.id, limits, own_id)?;
+    let cgroup = match node.cgroups.create(&spec.id, limits, own_id) {
+        // An ended sandbox's groups go a moment later than the rest of it, and a creation that was cut off is repeated under its name.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            node.cgroups.remove(&spec.id)?;
+            node.cgroups.create(&spec.id, limits, own_id)?
+        }
+        made => made?,
+    };
     clock.mark("cgroups");
     match &spec.from {
         None => node.scratch.create(&spec.id, spec.disk)?,

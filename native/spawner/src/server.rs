@@ -144,6 +144,10 @@ pub fn run(options: &Options) -> io::Result<()> {
     let remover = server.clone();
     start("groups", move || loop {
         for id in remover.endings.next() {
+            // A creation that is made anew under this name removes what is left of the first one by itself.
+            if remover.registry.get(&id).is_some() {
+                continue;
+            }
             // What can't be removed now has no sandbox any more: the edge's sweep finds it.
             if let Err(error) = remover.node.cgroups.remove(&id) {
                 eprintln!("dsec-spawner: ending {id}: its groups: {error}");
