@@ -119,7 +119,7 @@ async def serve(config: ServeConfig) -> None:
         edge_config = EdgeConfig(
             state_dir=config.state_dir, run_dir=config.run_dir, cgroup=config.cgroup, ports_url=ports_url, prefetch=config.prefetch
         )
-        edge = Edge(edge_config, images)
+        edge = Edge(edge_config, images, packing=images.packing)
         images.in_use = edge.in_use
         await edge.open()
         closing.push_async_callback(edge.close)

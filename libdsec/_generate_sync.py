@@ -227,6 +227,9 @@ class Writer:
         text = ast.unparse(annotation)
         if text in TWINS:
             return f"{text}._of({value})"
+        item = text.removeprefix("list[").removesuffix("]")
+        if text == f"list[{item}]" and item in TWINS:
+            return f"[{item}._of(item) for item in {value}]"
         optional = text.removesuffix(" | None")
         return f"None if {value} is None else {optional}._of({value})" if optional in TWINS else value
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from libdsec.errors import (
     ProcessNotFound,
     SandboxGone,
     Unavailable,
+    from_body,
 )
 from libdsec.files import Files
 from libdsec.locks import Lock
@@ -32,11 +34,16 @@ from libdsec.schema import (
     MAX_OUTPUT_DEFAULT,
     Backend,
     CommandResult,
+    CreateItem,
     DiffEntry,
     DSecContainerRunArgs,
     DSecMicroVMRunArgs,
     ExecRequest,
+    ForkRequest,
     Metrics,
+    PackLine,
+    PackRequest,
+    PackResult,
     PatchRequest,
     ProcessEntry,
     ProcessInfo,
@@ -50,7 +57,7 @@ from libdsec.schema import (
 )
 from libdsec.signing import port_url
 from libdsec.streams import ByteSource, pieces, whole
-from libdsec.transport import OCTETS, Answer, Transport, encode
+from libdsec.transport import OCTETS, Answer, Retry, Transport, encode
 
 if TYPE_CHECKING:
     from libdsec.client import DSecClient
@@ -70,6 +77,8 @@ _process_entries = Answer(list[ProcessEntry])
 _metrics = Answer(Metrics)
 _event = Answer(SandboxEvent)
 _diff_entry = Answer(DiffEntry)
+_pack_line = Answer(PackLine)
+_create_item = Answer(CreateItem)
 
 Command = str | Sequence[str]
 """A command: a string is run by ``/bin/sh -c``, a sequence is an argument vector."""
@@ -427,6 +436,129 @@ class Sandbox:
     def diff(self) -> AsyncIterator[DiffEntry]:
         """What was written and removed since creation: the paths of the writable layer. Safe to repeat."""
         return self._transport.lines("GET", self._transport.at(f"{self._path}/diff"), _diff_entry)
+
+    # -- its files as an image, and as the start of others --------------------------------------------------------------------------------
+
+    async def pack_diff(
+        self,
+        name: str,
+        *,
+        exclude: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+        leftovers: Literal["remove", "keep"] = "remove",
+        progress: Callable[[str], None] | None = None,
+    ) -> PackResult:
+        """Make an image of what the sandbox runs on and what was written and removed in it: the next version of ``name``, a base image.
+
+        The sandbox stands still for some milliseconds (``freeze_ms``), then runs on while the layer is made. Shell histories and the caches
+        of package managers stay out unless ``leftovers="keep"``, and so does what matches a glob of ``exclude``: ``*`` and ``?`` within a
+        name, ``**`` over directories, ``~/`` for every home directory, at any depth without a leading slash; a directory takes along what
+        is in it. What stays out is listed in ``removed``, and stays in the sandbox; where it had replaced a file of the image, the image's
+        shows again. ``labels`` are set over those of the image. ``progress`` is called with what is being done.
+
+        Raises InvalidArgument (a name or a glob), PermissionDenied (a name of another project), ImageError (what was written can't be a
+        layer), NoCapacity (no disk space), Conflict (the sandbox doesn't run). An interrupted call is taken up again: it makes one image.
+        """
+        request = PackRequest(name=name, exclude=tuple(exclude), labels=dict(labels or {}), leftovers=leftovers)
+        headers = {"Idempotency-Key": secrets.token_hex(12)}
+        clock = asyncio.get_running_loop().time
+        retry: Retry | None = None
+        while True:
+            started = clock()
+            try:
+                return await self._pack(request, headers, progress)
+            except Unavailable as error:
+                retry = retry or self._transport.retry(None)
+                delay = retry.delay(error, attempt_started=started, now=clock())
+                if delay is None:
+                    raise
+            await asyncio.sleep(delay)
+
+    async def _pack(self, request: PackRequest, headers: Mapping[str, str], progress: Callable[[str], None] | None) -> PackResult:
+        url = self._transport.at(f"{self._path}/pack")
+        async with aclosing(self._transport.lines("POST", url, _pack_line, body=encode(request), headers=headers)) as lines:
+            async for line in lines:
+                if line.error is not None:
+                    raise from_body(line.error)
+                if line.result is not None:
+                    return line.result
+                if progress is not None and line.step is not None:
+                    progress(line.step)
+        raise Unavailable("the server ended the pack without a result")
+
+    async def fork(
+        self,
+        count: int = 1,
+        *,
+        memory_limit_mb: int | None = None,
+        cpu_cores_limit: float | None = None,
+        disk_limit_mb: int | None = None,
+        pids_limit: int | None = None,
+        ttl_running_stop: float | None = None,
+        ttl_total: float | None = None,
+        env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[Sandbox]:
+        """Make ``count`` sandboxes that start with this one's files of one moment; from then on each is on its own.
+
+        Processes don't come along, nor what is in /dev/shm and other memory. Layers, limits, environment, labels and lifetimes are those of
+        this sandbox but for what is given: ``env`` is set over its environment, ``labels`` replace its labels. ``disk_limit_mb`` covers the
+        files that they begin with. ``info().forked_from`` tells where they come from.
+
+        All or nothing: if one fails, the others are stopped and its error is raised (as :meth:`DSecClient.run` raises them). ``timeout``:
+        seconds, then DeadlineExceeded. An interrupted call is taken up again with the same keys, so nothing is made twice; what wasn't
+        begun before starts with the files of that later moment (``info().forked_at``). Sandbox i has the key ``<idempotency_key>/<i>``.
+        """
+        request = ForkRequest(
+            count=count,
+            memory_limit_mb=memory_limit_mb,
+            cpu_cores_limit=cpu_cores_limit,
+            disk_limit_mb=disk_limit_mb,
+            pids_limit=pids_limit,
+            ttl_running_stop=ttl_running_stop,
+            ttl_total=ttl_total,
+            env=None if env is None else dict(env),
+            labels=None if labels is None else dict(labels),
+            idempotency_key=idempotency_key or secrets.token_hex(12),
+        )
+        made: dict[int, Sandbox] = {}
+        try:
+            await self._fork(request, made, timeout)
+        except BaseException:
+            await asyncio.gather(*(child.stop() for child in made.values()), return_exceptions=True)
+            raise
+        return [made[index] for index in sorted(made)]
+
+    async def _fork(self, request: ForkRequest, made: dict[int, Sandbox], timeout: float | None) -> None:
+        """Fills ``made``. Raises the first item's error, and what concerns the request as a whole."""
+        clock = asyncio.get_running_loop().time
+        deadline = None if timeout is None else clock() + timeout
+        retry: Retry | None = None
+        while True:
+            started = clock()
+            request.timeout_s = None if deadline is None else max(0.001, deadline - started)
+            try:
+                async with aclosing(self._forked(request)) as items:
+                    async for item in items:
+                        if item.error is not None:
+                            raise from_body(item.error)
+                        if item.sandbox is not None:
+                            made[item.index] = Sandbox(self._transport, item.sandbox)
+                if len(made) == request.count:
+                    return
+                error = Unavailable(f"the server ended its answer with {request.count - len(made)} of {request.count} sandboxes missing")
+            except Unavailable as failure:
+                error = failure
+            retry = retry or self._transport.retry(deadline)
+            delay = retry.delay(error, attempt_started=started, now=clock())
+            if delay is None:
+                raise error
+            await asyncio.sleep(delay)
+
+    def _forked(self, request: ForkRequest) -> AsyncGenerator[CreateItem, None]:
+        return self._transport.lines("POST", self._transport.at(f"{self._path}/fork"), _create_item, body=encode(request))
 
     # -- ports ----------------------------------------------------------------------------------------------------------------------------
 

@@ -118,6 +118,10 @@ class SandboxInfo(msgspec.Struct, kw_only=True):
     notices: tuple[str, ...] = ()
     """What was changed of the request, in words (more cores than the node has, say)."""
     exit: ExitFigures | None = None
+    forked_from: str | None = None
+    """The sandbox whose files it started with; its processes don't come along. None: it started from its image."""
+    forked_at: float | None = None
+    """The moment whose files those are."""
     ports_url: str = ""
     """Origin at which ports inside a live sandbox are reached (`libdsec.signing`)."""
     ports_key: str = ""
@@ -330,6 +334,8 @@ class LayerInfo(msgspec.Struct, kw_only=True):
     """Owner ids above 65,535 that files of the layer carry."""
     index: str | None = None
     """Digest of the data blob's chunk table; None: not in a chunked store (or no blob)."""
+    diff: bool = False
+    """What a sandbox changed of the layers below it, made by packing that sandbox."""
 
 
 class ImageConfig(msgspec.Struct, kw_only=True):
@@ -452,6 +458,75 @@ class RegistryImport(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:
         return f"RegistryImport(source={self.source!r}, name={self.name!r}, kind={self.kind!r}, insecure={self.insecure!r})"
+
+
+class PackRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/sandboxes/{id}/pack``: what the sandbox wrote becomes a layer, and that on top of the sandbox's own layers a new image.
+    Answered by PackLines (NDJSON)."""
+
+    name: str
+    """Of the image; the same name again makes its next version."""
+    exclude: tuple[str, ...] = ()
+    """Globs of paths that stay out: ``*`` and ``?`` within a name, ``**`` over directories, ``[…]``, ``{a,b}``; ``~/`` is every home
+    directory; without a leading slash at any depth. A directory takes along what is in it."""
+    leftovers: Literal["remove", "keep"] = "remove"
+    """Whether shell histories and the caches of package managers stay out as well (the globs are those of ``dsec.edge.leftovers``)."""
+    labels: dict[str, str] = {}
+    """Set over the labels of the image that the sandbox runs on."""
+
+
+class Leftover(msgspec.Struct, kw_only=True):
+    """What one glob kept out of a packed layer. The sandbox keeps it."""
+
+    glob: str
+    entries: int
+    bytes: int
+    """That its files take on the disk."""
+
+
+class PackResult(msgspec.Struct, kw_only=True):
+    """A packed sandbox."""
+
+    image: ImageInfo
+    bytes: int
+    """Of the new layer: metadata and data."""
+    entries: int
+    """Paths in what the sandbox had written, those that stayed out included."""
+    removed: tuple[Leftover, ...] = ()
+    freeze_ms: float = 0.0
+    """How long the sandbox stood still."""
+    merged_layers: int = 0
+    """Diff layers that were made to one, for the image would have had too many. 0: none."""
+
+
+class PackLine(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line (NDJSON) of the answer to a pack: what is being done, and at the end exactly one of ``result`` and ``error``."""
+
+    step: str | None = None
+    result: PackResult | None = None
+    error: ErrorBody | None = None
+
+
+class ForkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/sandboxes/{id}/fork``: ``count`` sandboxes that start with this one's files of one moment. What isn't given is as it is
+    there. Answered by one CreateItem a line (NDJSON), as each gets ready."""
+
+    count: int = 1
+    memory_limit_mb: int | None = None
+    cpu_cores_limit: float | None = None
+    disk_limit_mb: int | None = None
+    """What the files of the other sandbox take counts against it."""
+    pids_limit: int | None = None
+    ttl_running_stop: float | None = None
+    ttl_total: float | None = None
+    env: dict[str, str] | None = None
+    """Set over the environment of the other sandbox."""
+    labels: dict[str, str] | None = None
+    """Instead of its labels."""
+    timeout_s: float | None = None
+    """As in CreateRequest."""
+    idempotency_key: str | None = None
+    """Item i has the key ``<key>/<i>``."""
 
 
 class KeyInfo(msgspec.Struct, kw_only=True):

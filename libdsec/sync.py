@@ -42,6 +42,7 @@ from libdsec import (
     ImageReads,
     InvalidArgument,
     KeyInfo,
+    Leftover,
     Lock,
     Metrics,
     NewKey,
@@ -49,6 +50,7 @@ from libdsec import (
     NodeInfo,
     NotFound,
     OffsetGone,
+    PackResult,
     PermissionDenied,
     ProcessEntry,
     ProcessInfo,
@@ -111,6 +113,7 @@ __all__ = [
     "InvalidArgument",
     "KeyInfo",
     "Keys",
+    "Leftover",
     "Lock",
     "Metrics",
     "NewKey",
@@ -120,6 +123,7 @@ __all__ = [
     "NotFound",
     "OffsetGone",
     "OutputStream",
+    "PackResult",
     "PermissionDenied",
     "Process",
     "ProcessEntry",
@@ -519,6 +523,72 @@ class Sandbox:
     def diff(self) -> Iterator[DiffEntry]:
         """What was written and removed since creation: the paths of the writable layer. Safe to repeat."""
         return iterate(self._async.diff())
+
+    def pack_diff(
+        self,
+        name: str,
+        *,
+        exclude: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+        leftovers: Literal["remove", "keep"] = "remove",
+        progress: Callable[[str], None] | None = None,
+    ) -> PackResult:
+        """Make an image of what the sandbox runs on and what was written and removed in it: the next version of ``name``, a base image.
+
+        The sandbox stands still for some milliseconds (``freeze_ms``), then runs on while the layer is made. Shell histories and the caches
+        of package managers stay out unless ``leftovers="keep"``, and so does what matches a glob of ``exclude``: ``*`` and ``?`` within a
+        name, ``**`` over directories, ``~/`` for every home directory, at any depth without a leading slash; a directory takes along what
+        is in it. What stays out is listed in ``removed``, and stays in the sandbox; where it had replaced a file of the image, the image's
+        shows again. ``labels`` are set over those of the image. ``progress`` is called with what is being done.
+
+        Raises InvalidArgument (a name or a glob), PermissionDenied (a name of another project), ImageError (what was written can't be a
+        layer), NoCapacity (no disk space), Conflict (the sandbox doesn't run). An interrupted call is taken up again: it makes one image.
+        """
+        return run(self._async.pack_diff(name, exclude=exclude, labels=labels, leftovers=leftovers, progress=progress))
+
+    def fork(
+        self,
+        count: int = 1,
+        *,
+        memory_limit_mb: int | None = None,
+        cpu_cores_limit: float | None = None,
+        disk_limit_mb: int | None = None,
+        pids_limit: int | None = None,
+        ttl_running_stop: float | None = None,
+        ttl_total: float | None = None,
+        env: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[Sandbox]:
+        """Make ``count`` sandboxes that start with this one's files of one moment; from then on each is on its own.
+
+        Processes don't come along, nor what is in /dev/shm and other memory. Layers, limits, environment, labels and lifetimes are those of
+        this sandbox but for what is given: ``env`` is set over its environment, ``labels`` replace its labels. ``disk_limit_mb`` covers the
+        files that they begin with. ``info().forked_from`` tells where they come from.
+
+        All or nothing: if one fails, the others are stopped and its error is raised (as :meth:`DSecClient.run` raises them). ``timeout``:
+        seconds, then DeadlineExceeded. An interrupted call is taken up again with the same keys, so nothing is made twice; what wasn't
+        begun before starts with the files of that later moment (``info().forked_at``). Sandbox i has the key ``<idempotency_key>/<i>``.
+        """
+        return [
+            Sandbox._of(item)
+            for item in run(
+                self._async.fork(
+                    count,
+                    memory_limit_mb=memory_limit_mb,
+                    cpu_cores_limit=cpu_cores_limit,
+                    disk_limit_mb=disk_limit_mb,
+                    pids_limit=pids_limit,
+                    ttl_running_stop=ttl_running_stop,
+                    ttl_total=ttl_total,
+                    env=env,
+                    labels=labels,
+                    timeout=timeout,
+                    idempotency_key=idempotency_key,
+                )
+            )
+        ]
 
     def connect(self, port: int) -> tuple[BlockingReader, BlockingWriter]:
         """A TCP connection to ``port`` inside (127.0.0.1, then ::1), as asyncio's streams. Closing the writer closes both directions.

@@ -177,6 +177,22 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "get", f"{_SB}/events", "What happened to it", response=_lines(schema.SandboxEvent), parameters=(Parameter("follow", "boolean"),)
     ),
+    Operation(
+        "post",
+        f"{_SB}/pack",
+        "Make an image of what it runs on and what it wrote; progress, then the image",
+        _json(schema.PackRequest),
+        _lines(schema.PackLine),
+        (_IDEMPOTENCY,),
+    ),
+    Operation(
+        "post",
+        f"{_SB}/fork",
+        "Create sandboxes that start with its files; a line each as it becomes ready",
+        _json(schema.ForkRequest),
+        _lines(schema.CreateItem),
+        (_IDEMPOTENCY,),
+    ),
     Operation("get", f"{_SB}/diff", "What differs from its image", response=_lines(schema.DiffEntry)),
     Operation(
         "post",

@@ -1,4 +1,4 @@
-"""``dsec create``, ``lock``, ``ls``, ``stop``: sandboxes as a whole."""
+"""``dsec create``, ``lock``, ``ls``, ``fork``, ``pack``, ``stop``: sandboxes as a whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import typer
 
-from dsec.cli.output import AsJson, age, print_json, print_table, printable, progress
+from dsec.cli.output import AsJson, age, print_json, print_table, printable, progress, size, working
 from dsec.cli.run import CliError, fail, with_client
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def register(app: typer.Typer) -> None:
     app.command()(create)
     app.command("lock")(write_lock)
     app.command("ls")(ls)
+    app.command()(fork)
+    app.command()(pack)
     app.command()(stop)
 
 
@@ -213,6 +215,68 @@ def write_lock(
             print_json(made)
         else:
             print(f"{file}: {' '.join((made.image, *([made.workspace] if made.workspace else []), *made.toolkits))}")
+
+    with_client(run)
+
+
+def fork(
+    sandbox: Annotated[str, typer.Argument(help="Id of a running sandbox.")],
+    count: Annotated[int, typer.Option("--count", "-n", help="How many.")] = 1,
+    label: Label = None,
+    env: Env = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until it is given up.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Create sandboxes that start with another one's files of this moment, and print their ids. Its processes don't come along.
+
+    Labels, limits and environment are the other one's; --label replaces its labels, --env is set over its environment.
+
+    Example: dsec fork sb-e1-… --count 8 --label branch=2
+    """
+
+    async def run(client: DSecClient) -> None:
+        parent = await client.attach(sandbox)
+        labels = pairs(label, "--label") if label else None
+        with working(f"forking {sandbox}"):
+            made = await parent.fork(count, labels=labels, env=pairs(env, "--env"), timeout=timeout)
+        if as_json:
+            print_json([await child.info() for child in made])
+            return
+        for child in made:
+            print(child.id)
+
+    with_client(run)
+
+
+def pack(
+    sandbox: Annotated[str, typer.Argument(help="Id of a running sandbox.")],
+    name: Annotated[str, typer.Argument(help="What the image is called; the same name again makes its next version.")],
+    exclude: Annotated[list[str] | None, typer.Option(help="Glob of paths that stay out; may be repeated. ** crosses directories.")] = None,
+    label: Label = None,
+    keep_leftovers: Annotated[bool, typer.Option(help="Take shell histories and package caches along.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a base image of a sandbox: what it runs on, and what was written and removed in it. It runs on meanwhile.
+
+    Example: dsec pack sb-e1-… solved:17 --exclude '**/__pycache__' --exclude '/tmp/**'
+    """
+
+    async def run(client: DSecClient) -> None:
+        with working(f"packing {sandbox}") as tell:
+            result = await (await client.attach(sandbox)).pack_diff(
+                name,
+                exclude=exclude or (),
+                labels=pairs(label, "--label"),
+                leftovers="keep" if keep_leftovers else "remove",
+                progress=lambda step: tell(f"{step} ({sandbox})"),
+            )
+        if as_json:
+            print_json(result)
+            return
+        image = result.image
+        print(f"{image.name}@{image.version} {size(result.bytes)} in {len(image.layers)} layers, frozen for {result.freeze_ms:.1f} ms")
+        for leftover in result.removed:
+            print(f"left out {printable(leftover.glob)}: {leftover.entries} paths, {size(leftover.bytes)}")
 
     with_client(run)
 

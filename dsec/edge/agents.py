@@ -6,11 +6,13 @@ import asyncio
 import errno
 import functools
 import os
+import secrets
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import structlog
 
-from dsec.edge.channel import Channel, ChannelError, ChannelLost, Exit, Start, Stream
+from dsec.edge.channel import STDIN_INLINE, Channel, ChannelError, ChannelLost, Exit, Start, Stream
 from dsec.edge.commands import CommandEntry, shorten
 from dsec.edge.endings import Endings
 from dsec.edge.failures import of_builtin
@@ -27,8 +29,20 @@ CONNECT_TIMEOUT_S = 10.0
 """For the first connection to an agent; it listens before the spawner answers."""
 RECONNECT_TIMEOUT_S = 3.0
 """For a connection to an agent that was there a moment ago."""
+MACHINE_ID_BYTES = 33
+"""Of /etc/machine-id: 32 digits and a newline (machine-id(5)). One that is empty or says "uninitialized" is none."""
 STATUS_WAIT_S = 1.0
 """How long a broken channel waits for the spawner to tell how the agent ended."""
+
+
+class _MachineId(msgspec.Struct):
+    """What is looked at of its file map."""
+
+    type: str
+    size: int
+
+
+_machine_id = msgspec.msgpack.Decoder(_MachineId)
 
 ConnectChannel = Callable[[str, Callable[[ChannelLost], None], float], Awaitable[Channel]]
 
@@ -92,6 +106,20 @@ class Agents:
         except DSecError as error:
             error.field = error.field or "workdir"
             raise
+
+    async def renew_machine_id(self, sandbox: Sandbox) -> None:
+        """Gives a fork a machine id of its own, where its files have one at all: two machines with one id would be taken for each other.
+        Raises what the file operation raises."""
+        assert sandbox.channel is not None
+        path = b"/etc/machine-id"
+        found = await sandbox.channel.run(Start(exec_id=new_exec_id(), builtin="stat", args={"path": path}, user="root"))
+        if found.exit_code != 0 or _machine_id.decode(found.stdout) != _MachineId(type="file", size=MACHINE_ID_BYTES):
+            return
+        content = secrets.token_hex(MACHINE_ID_BYTES // 2).encode() + b"\n"
+        start = Start(exec_id=new_exec_id(), builtin="write", args={"path": path}, user="root", stdin=STDIN_INLINE, stdin_data=content)
+        exit = await sandbox.channel.run(start)
+        if exit.exit_code != 0:
+            raise of_builtin(exit, "machine id")
 
     # --- breaking
 

@@ -11,6 +11,7 @@ from dsec.edge.call import NDJSON, Body, Call
 from dsec.edge.failures import incident
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.sandboxes import Sandboxes
+from dsec.edge.starts import Origin
 from dsec.edge.validation import check_run_args, check_seconds
 from libdsec.errors import DSecError, InvalidArgument
 from libdsec.schema import MAX_BATCH, CreateItem, CreateRequest, RunArgs
@@ -31,16 +32,20 @@ class Creation:
         """POST /v1/sandboxes"""
         request = await _body.read(call)
         items = plan(request, call.header(b"idempotency-key"))
-        timeout_s = request.timeout_s
-        if timeout_s is not None:
-            check_seconds("timeout_s", timeout_s)
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        batch = _Batch(self._sandboxes, call, items, deadline, self._count)
+        batch = Batch(self._sandboxes, call, items, deadline_of(request.timeout_s), self._count)
         self._sandboxes.starts.slots.enqueue(len(items))
         try:
             await batch.run()
         finally:
             self._sandboxes.starts.slots.dequeue(len(items))
+
+
+def deadline_of(timeout_s: float | None) -> float | None:
+    """The time of the event loop's clock at which a request's time is up. Raises InvalidArgument."""
+    if timeout_s is None:
+        return None
+    check_seconds("timeout_s", timeout_s)
+    return asyncio.get_running_loop().time() + timeout_s
 
 
 def plan(request: CreateRequest, header_key: bytes | None) -> list[RunArgs]:
@@ -80,17 +85,25 @@ def plan(request: CreateRequest, header_key: bytes | None) -> list[RunArgs]:
     ]
 
 
-class _Batch:
-    """One create request: at most as many creations at once as the edge has start slots, and the lines that tell of them."""
+class Batch:
+    """One create or fork request: at most as many creations at once as the edge has start slots, and the lines that tell of them."""
 
     def __init__(
-        self, sandboxes: Sandboxes, call: Call, items: list[RunArgs], deadline: float | None, count: Callable[[str], None]
+        self,
+        sandboxes: Sandboxes,
+        call: Call,
+        items: list[RunArgs],
+        deadline: float | None,
+        count: Callable[[str], None],
+        origin: Origin | None = None,
     ) -> None:
+        """``origin``: what all of them start with; None: their image."""
         self._sandboxes = sandboxes
         self._call = call
         self._items = items
         self._deadline = deadline
         self._count = count
+        self._origin = origin
         self._untold: list[CreateItem] = []
         self._news = asyncio.Event()
         self._gone = False
@@ -128,7 +141,7 @@ class _Batch:
                 return
             item = CreateItem(index=index)
             try:
-                item.sandbox = await self._sandboxes.create(self._call.project, args, self._deadline)
+                item.sandbox = await self._sandboxes.create(self._call.project, args, self._deadline, self._origin)
                 self._count("ok")
             except DSecError as error:
                 item.error = error.body()

@@ -14,13 +14,16 @@ from dsec.edge.create import Creation
 from dsec.edge.deadlines import Clock
 from dsec.edge.exec import Commands
 from dsec.edge.files import Files
+from dsec.edge.forks import Forks
 from dsec.edge.info import Information
 from dsec.edge.metrics import EdgeMetrics
 from dsec.edge.ondemand import ConnectBlobfs, Images
+from dsec.edge.packs import Packs, Snapshots
 from dsec.edge.ports import Ports, PortSigner
 from dsec.edge.routes import EdgeApp, PortsApp, routes
 from dsec.edge.sandboxes import ConnectSpawner, Sandboxes
 from dsec.edge.spawner import Listener, Spawner
+from dsec.images.packing import Packing
 from libdsec.schema import NodeInfo
 
 
@@ -32,6 +35,7 @@ class Edge:
         config: EdgeConfig,
         images: Images,
         *,
+        packing: Packing | None = None,
         connect_spawner: ConnectSpawner | None = None,
         connect_blobfs: ConnectBlobfs | None = None,
         connect_channel: ConnectChannel = connect_channel,
@@ -39,7 +43,7 @@ class Edge:
         cgroups: Cgroups | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
-        """``images`` resolves names to layers. The other arguments are for tests."""
+        """``images`` resolves names to layers, ``packing`` takes new ones made of sandboxes. The other arguments are for tests."""
         self.config = config
         signer = PortSigner.from_file(config.state_dir / "ports.key")
         self.sandboxes = Sandboxes(
@@ -55,12 +59,15 @@ class Edge:
         self.metrics = EdgeMetrics(registry, self.node_info)
         self.sandboxes.starts.observe = self.metrics.observe_create
         ports = Ports(self.sandboxes, signer)
+        snapshots = Snapshots(self.sandboxes.inventory)
         table = routes(
             Information(self.sandboxes),
             Creation(self.sandboxes, self.metrics.count_creation),
             Commands(self.sandboxes, self.metrics.observe_exec),
             Files(self.sandboxes),
             ports,
+            Packs(self.sandboxes.inventory, snapshots, images, packing),
+            Forks(self.sandboxes, snapshots, self.metrics.count_creation),
         )
         self.app = EdgeApp(self.sandboxes, table)
         self.ports_app = PortsApp(self.sandboxes, ports)

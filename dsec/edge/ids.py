@@ -22,6 +22,11 @@ def new_sandbox_id(edge: str, epoch: int) -> str:
     return f"sb-{edge}-{_base32(((epoch & _EPOCH_MASK) << 4).to_bytes(3, 'big'))[:4]}{_base32(secrets.token_bytes(RANDOM_BYTES))[:20]}"
 
 
+def new_snapshot_id(edge: str) -> str:
+    """A name for a snapshot: ``sn-<edge>-<random>``."""
+    return f"sn-{edge}-{_base32(secrets.token_bytes(RANDOM_BYTES))[:20]}"
+
+
 def new_exec_id() -> str:
     """A name for a command that the caller gave none."""
     return "ex-" + secrets.token_hex(8)

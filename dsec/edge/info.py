@@ -102,7 +102,7 @@ class Information:
                 memory_limit=record.memory_mb * MB,
                 pids=used.pids,
                 pids_limit=record.pids,
-                disk=disk.get(sandbox.id, 0),
+                disk=disk.get(sandbox.id, 0) + record.inherited,
                 disk_limit=record.disk_mb * MB,
                 oom_kills=used.oom_kills,
             )

@@ -35,6 +35,8 @@ class Inventory:
         self.closing = False
         self.unfinished: set[str] = set()
         """Sandboxes whose end failed half-way (the spawner or the journal was away): the sweep goes on with them."""
+        self.snapshots: set[str] = set()
+        """Those that somebody here is working on: the sweep removes all others."""
         self._by_id: dict[str, Sandbox] = {}
         self._by_key: dict[tuple[str, str], Sandbox] = {}
 

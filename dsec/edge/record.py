@@ -59,6 +59,11 @@ class Record(msgspec.Struct, kw_only=True, array_like=True):
     socket: str = ""
     events: tuple[SandboxEvent, ...] = ()
     """The last events of a sandbox that failed."""
+    forked_from: str | None = None
+    """The sandbox whose files it started with, as they were at ``forked_at``."""
+    forked_at: float | None = None
+    inherited: int = 0
+    """Bytes of its files that it shares with that sandbox: its quota doesn't see them."""
     told: bool | None = None
     """Whether somebody was told of the sandbox, where that had to be written down (:mod:`dsec.edge.orphans`). None: yes if it ever ran."""
 
@@ -99,4 +104,6 @@ class Record(msgspec.Struct, kw_only=True, array_like=True):
             labels=self.labels,
             notices=self.notices,
             exit=self.exit,
+            forked_from=self.forked_from,
+            forked_at=self.forked_at,
         )

@@ -15,8 +15,10 @@ from dsec.edge.create import Creation
 from dsec.edge.exec import Commands
 from dsec.edge.failures import as_error, incident
 from dsec.edge.files import Files
+from dsec.edge.forks import Forks
 from dsec.edge.info import Information
 from dsec.edge.journal import JournalError
+from dsec.edge.packs import Packs
 from dsec.edge.ports import Ports
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox, refusal
@@ -68,7 +70,9 @@ class _Node:
     routes: dict[str, Route] = field(default_factory=dict)
 
 
-def routes(information: Information, creation: Creation, commands: Commands, files: Files, ports: Ports) -> tuple[Route, ...]:
+def routes(
+    information: Information, creation: Creation, commands: Commands, files: Files, ports: Ports, packs: Packs, forks: Forks
+) -> tuple[Route, ...]:
     """The table."""
     one = "/{id}"
     command = "/{id}/exec/{exec_id}"
@@ -110,6 +114,8 @@ def routes(information: Information, creation: Creation, commands: Commands, fil
         Route("GET", f"{one}/processes", "use", on_sandbox=information.processes),
         Route("GET", f"{one}/metrics", "info", on_sandbox=information.metrics),
         Route("GET", f"{one}/events", "info", on_record=information.events),
+        Route("POST", f"{one}/pack", "use", on_sandbox=packs.pack),
+        Route("POST", f"{one}/fork", "use", on_sandbox=forks.fork),
         Route("GET", f"{one}/diff", "inspect", on_sandbox=information.diff),
     )
 

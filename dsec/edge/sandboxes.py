@@ -21,7 +21,7 @@ from dsec.edge.orphans import Orphans
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.spawner import Listener, Spawner
-from dsec.edge.starts import Starts
+from dsec.edge.starts import Origin, Starts
 from dsec.edge.states import ENDED
 from dsec.edge.sweep import Sweep
 from dsec.edge.validation import check_labels, check_rules, check_seconds
@@ -86,9 +86,9 @@ class Sandboxes:
         inventory.spawner.close()
         await inventory.journal.close()
 
-    async def create(self, project: str, args: RunArgs, deadline: float | None) -> SandboxInfo:
+    async def create(self, project: str, args: RunArgs, deadline: float | None, origin: Origin | None = None) -> SandboxInfo:
         """See :meth:`dsec.edge.starts.Starts.create`; also for what the caller owes to ``orphans``."""
-        return self.info(await self.starts.create(project, args, deadline))
+        return self.info(await self.starts.create(project, args, deadline, origin))
 
     async def stop(self, sandbox: Sandbox, reason: str) -> SandboxInfo:
         """See :meth:`dsec.edge.endings.Endings.stop`; tells how it was."""

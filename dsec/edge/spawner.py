@@ -47,6 +47,8 @@ class SandboxSpec(msgspec.Struct, kw_only=True):
     cpu_class: str
     history: int
     """Bytes that chronus keeps of each output stream."""
+    origin: str | None = None
+    """The snapshot that the writable layer begins with (``from`` on the wire); None: an empty one."""
 
 
 class Spawned(msgspec.Struct, kw_only=True):
@@ -95,6 +97,32 @@ class NodeFacts(msgspec.Struct, kw_only=True):
     scratch: int = 0
     scratch_used: int = 0
     uid_base: int = 0
+
+
+class Taken(msgspec.Struct, kw_only=True):
+    """A snapshot was taken: how long its parts took, in microseconds."""
+
+    sync_us: int
+    freeze_us: int
+
+
+class PackOrder(msgspec.Struct, kw_only=True):
+    """What a layer is to be made of: the arguments of ``snapshot_pack``."""
+
+    snapshot: str
+    exclude: tuple[str, ...]
+    """Globs, as dsec-mklayer takes them."""
+    max_entries: int
+    max_bytes: int
+    max_meta: int
+
+
+class _Packed(msgspec.Struct):
+    report: str
+
+
+class _Snapshots(msgspec.Struct):
+    snapshots: list[str]
 
 
 class _Nothing(msgspec.Struct):
@@ -199,7 +227,11 @@ class Spawner:
 
     async def create(self, spec: SandboxSpec) -> Spawned:
         """Make a sandbox and start its chronus. After SpawnerLost, :meth:`kill` removes what may have been made."""
-        return await self._verbs.call("create", msgspec.structs.asdict(spec), Spawned)
+        arguments = msgspec.structs.asdict(spec)
+        origin = arguments.pop("origin")
+        if origin is not None:
+            arguments["from"] = origin
+        return await self._verbs.call("create", arguments, Spawned)
 
     async def kill(self, sandbox: str, *, keep_scratch: bool = False) -> KillFigures:
         """End a sandbox; returns when nothing of it is left in the kernel, but for its writable layer if ``keep_scratch``. Repeatable: of a
@@ -222,6 +254,24 @@ class Spawner:
         """What the sandbox's writable layer changes of its image: at most ``limit`` entries."""
         found = await self._verbs.call("diff", {"sandbox": sandbox, "limit": limit}, _Diff)
         return [DiffEntry(path_bytes=entry.path, kind=entry.kind, size=entry.size) for entry in found.entries]
+
+    async def snapshot(self, sandbox: str, snapshot: str) -> Taken:
+        """Keep the writable layer of a running sandbox as it is at one moment, in which it stands still, under a name that the caller
+        chooses (``sn-…``). Codes ``not_found`` (no such sandbox), ``timeout`` (it doesn't stand still; it runs on)."""
+        return await self._verbs.call("snapshot", {"sandbox": sandbox, "snapshot": snapshot}, Taken)
+
+    async def snapshot_pack(self, order: PackOrder) -> str:
+        """Make a layer of a snapshot: files ``meta`` and ``blob`` in ``<state>/packs/<snapshot>``, the caller's to take. Returns
+        dsec-mklayer's report. Codes ``image_error`` (it can't be a layer), ``no_space``, ``invalid_argument`` (a glob)."""
+        return (await self._verbs.call("snapshot_pack", msgspec.structs.asdict(order), _Packed)).report
+
+    async def snapshot_remove(self, snapshot: str) -> None:
+        """Remove a snapshot and what was made of it. Repeatable; one that isn't there is fine. Sandboxes made of it live on."""
+        await self._verbs.call("snapshot_remove", {"snapshot": snapshot}, _Nothing)
+
+    async def snapshots(self) -> list[str]:
+        """Every snapshot of which anything is there."""
+        return (await self._verbs.call("snapshots", {}, _Snapshots)).snapshots
 
     async def list(self) -> list[KernelSandbox]:
         """Every sandbox of which the kernel has anything, also those made by an earlier spawner."""

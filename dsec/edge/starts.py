@@ -46,6 +46,18 @@ FACTS_FRESH_S = 1.0
 _encode_args = msgspec.msgpack.Encoder().encode
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a fork starts with: the files of another sandbox."""
+
+    sandbox: str
+    at: float
+    """The moment whose files they are, Unix seconds."""
+    inherited: int
+    """Bytes of them."""
+    snapshot: str | None
+    """None: every sandbox that is asked for exists already."""
+
+
 class Starts:
     """Starts sandboxes, a bounded number at once."""
 
@@ -75,21 +87,23 @@ class Starts:
         self._facts_at = 0.0
         self._descriptors_free = 0
 
-    async def create(self, project: str, args: RunArgs, deadline: float | None) -> Sandbox:
+    async def create(self, project: str, args: RunArgs, deadline: float | None, origin: Origin | None = None) -> Sandbox:
         """One sandbox, running; the same one again if the project used ``args.idempotency_key`` before. ``args`` are valid.
 
-        ``deadline``: the time of the event loop's clock by which it must be ready; None: no limit. Raises DeadlineExceeded (it is taken
-        back), NoCapacity, ImageNotFound, Conflict (the key came with other arguments), SandboxGone (the key's sandbox has ended),
-        Unavailable. Cancelled: with a key the creation goes on, without one it is taken back.
+        ``origin``: what it starts with instead of an empty writable layer. ``deadline``: the time of the event loop's clock by which it
+        must be ready; None: no limit. Raises DeadlineExceeded (it is taken back), NoCapacity, ImageNotFound, Conflict (the key came with
+        other arguments), SandboxGone (the key's sandbox has ended), Unavailable. Cancelled: with a key the creation goes on, without one it
+        is taken back.
 
         The sandbox is asked for (:mod:`dsec.edge.orphans`): the caller has to call ``tell`` or ``give_up``.
         """
         begun = self._clock.monotonic()
-        fingerprint = hashlib.blake2b(_encode_args(args), digest_size=8).digest()
+        parent = b"" if origin is None else origin.sandbox.encode()
+        fingerprint = hashlib.blake2b(_encode_args(args) + parent, digest_size=8).digest()
         try:
             async with asyncio.timeout_at(deadline):
                 await self._images.locate(args.container_image, args.workspace, args.toolkits)
-                sandbox = await self._known_or_begun(project, args, fingerprint)
+                sandbox = await self._known_or_begun(project, args, fingerprint, origin)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while the sandbox waited for its turn to start") from None
         # Without an await since it was found: the grace of an orphan can't end between.
@@ -103,14 +117,14 @@ class Starts:
         self.observe(self._clock.monotonic() - begun)
         return sandbox
 
-    async def _known_or_begun(self, project: str, args: RunArgs, fingerprint: bytes) -> Sandbox:
+    async def _known_or_begun(self, project: str, args: RunArgs, fingerprint: bytes, origin: Origin | None) -> Sandbox:
         while True:
             sandbox = await self._known(project, args.idempotency_key, fingerprint)
             if sandbox is not None:
                 return sandbox
             await self.slots.acquire()
             if args.idempotency_key is None or self._inventory.by_key(project, args.idempotency_key) is None:
-                return self._begin(project, args, fingerprint)
+                return self._begin(project, args, fingerprint, origin)
             # Another request with the key came while this one waited for its turn.
             self.slots.release()
 
@@ -129,7 +143,7 @@ class Starts:
             await asyncio.wait([ending])
         return None
 
-    def _begin(self, project: str, args: RunArgs, fingerprint: bytes) -> Sandbox:
+    def _begin(self, project: str, args: RunArgs, fingerprint: bytes, origin: Origin | None) -> Sandbox:
         """With a slot taken: decides whether the sandbox may start, and starts it. The slot is given back when that has ended."""
         inventory = self._inventory
         try:
@@ -140,12 +154,15 @@ class Starts:
             environment = self._images.resolve(args.container_image, args.workspace, args.toolkits)
             facts = inventory.facts
             limits = clamp(args, NodeSize(cores=facts.cores, memory=facts.memory, scratch=facts.scratch))
-            sandbox = Sandbox(self._new_record(project, args, fingerprint, environment, limits), self._clock.monotonic())
+            record = self._new_record(project, args, fingerprint, environment, limits)
+            if origin is not None:
+                record.forked_from, record.forked_at, record.inherited = origin.sandbox, origin.at, origin.inherited
+            sandbox = Sandbox(record, self._clock.monotonic())
         except BaseException:
             self.slots.release()
             raise
         inventory.add(sandbox)
-        sandbox.starting = inventory.tasks.start(self._start(sandbox, environment), f"start {sandbox.id}")
+        sandbox.starting = inventory.tasks.start(self._start(sandbox, environment, origin), f"start {sandbox.id}")
         return sandbox
 
     def _new_record(self, project: str, args: RunArgs, fingerprint: bytes, environment: Environment, limits: Limits) -> Record:
@@ -209,10 +226,10 @@ class Starts:
         if sandbox.starters == 1 and sandbox.state == "creating":
             self._endings.begin_stop(sandbox, why, forget=True)
 
-    async def _start(self, sandbox: Sandbox, environment: Environment) -> DSecError | None:
+    async def _start(self, sandbox: Sandbox, environment: Environment, origin: Origin | None) -> DSecError | None:
         """The creation itself. Ends with the sandbox running, or with nothing of it left and the reason as the value."""
         try:
-            error = await self._try_start(sandbox, environment)
+            error = await self._try_start(sandbox, environment, origin)
             if error is not None and sandbox.state == "creating":
                 sandbox.become("failed", "create", self._clock.wall(), error.message)
                 await self._endings.take_back(sandbox)
@@ -224,7 +241,7 @@ class Starts:
             sandbox.starting = None
             self.slots.release()
 
-    async def _try_start(self, sandbox: Sandbox, environment: Environment) -> DSecError | None:
+    async def _try_start(self, sandbox: Sandbox, environment: Environment, origin: Origin | None) -> DSecError | None:
         record = sandbox.record
         counted = False
         try:
@@ -233,9 +250,11 @@ class Starts:
             await self._mount_layers(record, environment)
             counted = True
             if sandbox.state == "creating":
-                await self._spawn(sandbox)
+                await self._spawn(sandbox, origin)
                 await self._agents.connect(sandbox)
                 await self._agents.make_workdir(sandbox)
+                if origin is not None:
+                    await self._agents.renew_machine_id(sandbox)
             if sandbox.state == "creating":
                 await self._run_from_now(sandbox)
                 return None
@@ -270,8 +289,11 @@ class Starts:
             return _key_conflict(record.key, earlier.id)
         return refusal(earlier)
 
-    async def _spawn(self, sandbox: Sandbox) -> None:
+    async def _spawn(self, sandbox: Sandbox, origin: Origin | None) -> None:
         record = sandbox.record
+        snapshot = None if origin is None else origin.snapshot
+        if origin is not None and snapshot is None:
+            raise Unavailable("a sandbox of this idempotency key ended just now; repeat the call", retry_after=0.5)
         spec = SandboxSpec(
             sandbox=record.id,
             layers=[layer.meta for layer in record.layers],
@@ -279,7 +301,8 @@ class Starts:
             memory=record.memory_mb * MB,
             cpu_millis=round(record.cpu_cores * 1000),
             pids=record.pids,
-            disk=record.disk_mb * MB,
+            disk=max(MB, record.disk_mb * MB - record.inherited),
+            origin=snapshot,
             extra_ids=list(record.extra_ids),
             no_new_privs=record.no_new_privs,
             cpu_class=record.cpu_class,

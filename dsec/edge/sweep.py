@@ -50,6 +50,7 @@ class Sweep:
                 await self._adopt_one(sandbox_id, record, entry, judge(record, entry))
 
         await asyncio.gather(*(settle(sandbox_id) for sandbox_id in sorted(records.keys() | kernel.keys())))
+        await self._drop_snapshots()
 
     async def _adopt_one(self, sandbox_id: str, record: Record | None, entry: KernelSandbox | None, verdict: Verdict) -> None:
         if record is None:
@@ -114,7 +115,7 @@ class Sweep:
 
     async def round(self) -> None:
         """Unowned kernel objects, unfinished ends, idle layers, old records. A part that fails doesn't keep the others from their work."""
-        for step in (self._compare_with_kernel, self._finish, self._unmount_idle, self._prune):
+        for step in (self._compare_with_kernel, self._drop_snapshots, self._finish, self._unmount_idle, self._prune):
             try:
                 await step()
             except (SpawnerError, JournalError, DSecError) as error:
@@ -139,6 +140,13 @@ class Sweep:
                 continue
             self._endings.fail(sandbox, "nothing of it is left" if entry is None else "its agent died unseen")
         await inventory.layers.forget_unmounted()
+
+    async def _drop_snapshots(self) -> None:
+        """A snapshot serves one request: what no request here works on is left of one that was cut off."""
+        inventory = self._inventory
+        for snapshot in await inventory.spawner.snapshots():
+            if snapshot not in inventory.snapshots:
+                await inventory.spawner.snapshot_remove(snapshot)
 
     async def _finish(self) -> None:
         for sandbox_id in list(self._inventory.unfinished):

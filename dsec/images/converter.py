@@ -38,6 +38,8 @@ class Report(msgspec.Struct, kw_only=True):
     entries: int
     extra_ids: tuple[int, ...]
     dropped_xattrs: int
+    removed: tuple[tuple[int, int], ...] = ()
+    """Of a directory: entries and bytes that each glob kept out."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +58,36 @@ class Converter:
         Raises ImageError for what the archive is to blame for, NoCapacity when the disk is full. Cancelled, it ends the program and leaves
         nothing.
         """
+        return await self._make(["--at", at, *map(str, archives)], workspace, pin)
+
+    async def merge(self, layers: Sequence[LayerInfo], workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo:
+        """One layer with what an overlay of ``layers`` (lowest first), whose blobs are whole in the store, shows. Raises and leaves what
+        :meth:`convert` does."""
+        sources: list[str] = []
+        for layer in layers:
+            sources += ["--layer", str(self.blobs.path(layer.digest))]
+            if layer.blob is not None:
+                sources += ["--data", str(self.blobs.path(layer.blob))]
+        return await self._make(sources, workspace, pin)
+
+    async def _make(self, sources: Sequence[str], workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo:
         meta, blob = workspace / "layer.meta", workspace / "layer.blob"
         for leftover in (meta, blob):
             leftover.unlink(missing_ok=True)
-        report = await self._run(archives, at, meta, blob)
-        layer = LayerInfo(
-            digest=digest_of(report.meta),
-            blob=None if report.blob is None else digest_of(report.blob),
-            meta_bytes=report.meta_bytes,
-            blob_bytes=report.blob_bytes,
-            extra_ids=report.extra_ids,
-        )
+        layer = layer_of(await self._run(sources, meta, blob))
         pin(layer)
         # The metadata comes last: where it is, its data is.
         files = [] if layer.blob is None else [(blob, layer.blob)]
         await asyncio.to_thread(self.blobs.commit, [*files, (meta, layer.digest)])
         return layer
 
-    async def _run(self, archives: Sequence[Path], at: str, meta: Path, blob: Path) -> Report:
+    async def _run(self, sources: Sequence[str], meta: Path, blob: Path) -> Report:
         arguments = [
-            *("--meta", str(meta), "--blob", str(blob), "--at", at),
+            *("--meta", str(meta), "--blob", str(blob)),
             *("--max-entries", str(self.limits.entries)),
             *("--max-bytes", str(self.limits.unpacked)),
             *("--max-meta", str(self.limits.metadata)),
-            *map(str, archives),
+            *sources,
         ]
         process = await asyncio.create_subprocess_exec(
             self.program or find_program(),
@@ -100,6 +108,17 @@ class Converter:
         if process.returncode != 0:
             raise _failure(process.returncode, complaint[:STDERR_LIMIT].decode("utf-8", "replace").strip())
         return msgspec.json.decode(output, type=Report)
+
+
+def layer_of(report: Report) -> LayerInfo:
+    """The layer that was reported."""
+    return LayerInfo(
+        digest=digest_of(report.meta),
+        blob=None if report.blob is None else digest_of(report.blob),
+        meta_bytes=report.meta_bytes,
+        blob_bytes=report.blob_bytes,
+        extra_ids=report.extra_ids,
+    )
 
 
 def _failure(status: int | None, complaint: str) -> DSecError:

@@ -19,6 +19,7 @@ from dsec.images.importing import Importer, ImportRequest, RegistrySource, Tell
 from dsec.images.leases import HOLD_S
 from dsec.images.limits import ImportLimits
 from dsec.images.names import ByName, exact, parse_reference
+from dsec.images.packing import Packing
 from dsec.images.pulling import LayerState, Puller, pull
 from dsec.images.reads import BlobFigures, Reads
 from dsec.images.registry_access import RegistryPolicy
@@ -67,13 +68,15 @@ class ImageStore:
         self._blobs = BlobDirectory(root, disk_reserve=self.limits.disk_reserve)
         self._sharing = None if shared is None else Sharing(shared, self._blobs, self._needed)
         self._catalog = Catalog(store, self._sharing)
-        self._importer = Importer(self._catalog, self._blobs, Converter(converter, self._blobs, self.limits), self.limits)
+        made_by = Converter(converter, self._blobs, self.limits)
+        self._importer = Importer(self._catalog, self._blobs, made_by, self.limits)
         self._puller = Puller(self._blobs, shared, self.limits)
         self._reads = Reads(store)
         self._traces = Traces(root / "traces", shared)
         self._collecting = asyncio.Lock()
         self._environments: dict[tuple[str, str | None, tuple[str, ...]], Environment] = {}
         self._pinned_digests: dict[str, int] = {}
+        self.packing = Packing(self._catalog, self._blobs, made_by, self._importer.pins, self.limits, changed=self._environments.clear)
 
     async def open(self) -> None:
         """Loads the catalog and removes what a crash left: half-made files, and blobs that no image names. Raises OSError, and what the

@@ -118,7 +118,7 @@ class Importer:
             received = await self._receive(body, workspace, tell)
             layers, config = await self._layers(request, received, workspace, tell, pin)
             tell(ImportLine(step="storing", done_bytes=received.size))
-            return await self._catalog.add(_draft(request, layers, config), request.caller, request.idempotency_key)
+            return await self._catalog.add(draft(request.name, request.kind, layers, config), request.caller, request.idempotency_key)
 
     async def run_registry(self, request: ImportRequest, source: RegistrySource, tell: Tell) -> ImageInfo:
         """Imports an image from a registry. Raises what :meth:`run` raises, ImageNotFound, and Unavailable when the registry can't be
@@ -138,7 +138,7 @@ class Importer:
                 await self._remember(image, place, layers)
             size = sum(layer.size for layer in image.layers)
             tell(ImportLine(step="storing", done_bytes=size))
-            return await self._catalog.add(_draft(request, layers, image.config), request.caller, request.idempotency_key)
+            return await self._catalog.add(draft(request.name, request.kind, layers, image.config), request.caller, request.idempotency_key)
 
     @asynccontextmanager
     async def _import(self, request: ImportRequest) -> AsyncGenerator[tuple[Path, Callable[[LayerInfo], None]], None]:
@@ -377,13 +377,13 @@ def _verify(source: BinaryIO, layer: LayerSource) -> None:
         raise ImageError(f"the layer {layer.digest} has another digest: it is broken or forged")
 
 
-def _draft(request: ImportRequest, layers: list[LayerInfo], config: ImageConfig) -> ImageInfo:
+def draft(name: str, kind: Kind, layers: list[LayerInfo], config: ImageConfig) -> ImageInfo:
     """The image but for its version. Its digest covers what it is made of and how it is run."""
-    content = {"kind": request.kind, "layers": [layer.digest for layer in layers], "config": config}
+    content = {"kind": kind, "layers": [layer.digest for layer in layers], "config": config}
     return ImageInfo(
-        name=request.name,
+        name=name,
         version=0,
-        kind=request.kind,
+        kind=kind,
         digest=f"sha256:{hashlib.sha256(msgspec.json.encode(content, order='deterministic')).hexdigest()}",
         layers=layers,
         config=config,

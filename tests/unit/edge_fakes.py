@@ -19,7 +19,7 @@ from dsec.edge import Edge, EdgeConfig
 from dsec.edge.cgroups import Usage
 from dsec.edge.channel import ChannelError, ChannelLost, ExecEntry, Exit, Shell, Start
 from dsec.edge.deadlines import Clock
-from dsec.edge.spawner import KernelSandbox, KillFigures, Listener, NodeFacts, SandboxSpec, Spawned, SpawnerError, SpawnerLost
+from dsec.edge.spawner import KernelSandbox, KillFigures, Listener, NodeFacts, SandboxSpec, Spawned, SpawnerError, SpawnerLost, Taken
 from dsec.images import Environment
 from dsec.images.pulling import LayerState
 from libdsec.errors import ImageNotFound
@@ -249,6 +249,8 @@ class Node:
         self.creating = asyncio.Event()
         """A creation has reached the spawner."""
         self.fail_create: list[SpawnerError] = []
+        self.fail_snapshot: list[SpawnerError] = []
+        self.snapshots: list[str] = []
         self.fail_kill: list[SpawnerError] = []
         self.directories: set[bytes] = set()
         self.oom: dict[str, int] = {}
@@ -311,6 +313,19 @@ class FakeSpawner:
 
     async def layers(self) -> list[str]:
         return list(self._node.mounted)
+
+    async def snapshots(self) -> list[str]:
+        return list(self._node.snapshots)
+
+    async def snapshot(self, sandbox: str, snapshot: str) -> Taken:
+        if self._node.fail_snapshot:
+            raise self._node.fail_snapshot.pop(0)
+        self._node.snapshots.append(snapshot)
+        return Taken(sync_us=1, freeze_us=2_000)
+
+    async def snapshot_remove(self, snapshot: str) -> None:
+        if snapshot in self._node.snapshots:
+            self._node.snapshots.remove(snapshot)
 
     async def create(self, spec: SandboxSpec) -> Spawned:
         node = self._node

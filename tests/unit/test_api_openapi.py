@@ -129,7 +129,7 @@ def test_every_route_of_the_image_store_is_named(document: dict[str, Any]) -> No
 
 
 def test_every_route_of_the_edge_is_named_and_no_other(document: dict[str, Any]) -> None:
-    mounted = {(route.method, PREFIX + route.path.replace("...", "")) for route in edge_routes(Mock(), Mock(), Mock(), Mock(), Mock())}
+    mounted = {(route.method, PREFIX + route.path.replace("...", "")) for route in edge_routes(*(Mock() for _ in range(7)))}
     named = {(method.upper(), path) for path, item in document["paths"].items() for method in item if path.startswith(PREFIX)}
     whole = {path for method, path in mounted if method == ANY}
     # A WebSocket begins as a GET; a path for any method is described with the usual ones.

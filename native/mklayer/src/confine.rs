@@ -1,12 +1,13 @@
-//! The program gives up what it doesn't need before it reads the first byte of an archive.
+//! The program gives up what it doesn't need before it reads the first byte of a source.
 //!
-//! All files are open by then. What remains: reading and writing them, removing or renaming the own outputs, memory that can't be executed,
-//! and exiting. A bug in the parser that an archive exploits finds no way to open a file, start a program, reach a socket or make code of
-//! data. Three layers say so: seccomp (which calls), Landlock (below which directory the outputs may be removed), resource limits (how much).
+//! All files are open by then, but those of a directory that is its source: there it may open what it finds, to read it, and look at it. What
+//! remains: reading and writing them, removing or renaming the own outputs, memory that can't be executed, and exiting. A bug in the parser that
+//! an archive exploits finds no way to open another file, start a program, reach a socket or make code of data. Three layers say so: seccomp
+//! (which calls), Landlock (below which directory files may be read or the outputs removed), resource limits (how much).
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 
 use crate::error::{LayerError, Result};
@@ -14,8 +15,8 @@ use crate::limits::Limits;
 
 /// Seconds of CPU: 64 GiB take about four minutes.
 const CPU_SECONDS: u64 = 3600;
-/// Open files: the archives of an image with the most layers, the outputs, and some to spare.
-const OPEN_FILES: u64 = 1024;
+/// Open files: the archives of an image with the most layers or the deepest directory, the outputs, and some to spare.
+const OPEN_FILES: u64 = 4096;
 /// Bytes of address space beside what grows with the metadata: buffers, stack, the program itself.
 const BASE_MEMORY: u64 = 512 << 20;
 
@@ -52,6 +53,31 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_futex,
 ];
 
+/// What reading a directory takes on top of that.
+const ALLOWED_FOR_DIRECTORIES: &[libc::c_long] = &[
+    libc::SYS_getdents64,
+    libc::SYS_fstat,
+    libc::SYS_newfstatat,
+    libc::SYS_readlinkat,
+    libc::SYS_flistxattr,
+    libc::SYS_fgetxattr,
+];
+/// Of the flags of openat: anything but reading.
+const WRITING: u32 = (libc::O_ACCMODE
+    | libc::O_CREAT
+    | libc::O_TRUNC
+    | libc::O_APPEND
+    | libc::O_TMPFILE & !libc::O_DIRECTORY) as u32;
+
+/// What a run may do.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    /// Use what is open.
+    OpenFiles,
+    /// Open, to read, what stands below the directory of this descriptor, and follow no link.
+    Directory(RawFd),
+}
+
 #[cfg(target_arch = "x86_64")]
 const AUDIT_ARCH: u32 = 0xC000_003E;
 #[cfg(target_arch = "aarch64")]
@@ -60,11 +86,14 @@ const AUDIT_ARCH: u32 = 0xC000_00B7;
 /// Offsets in `struct seccomp_data`; of an argument, its lower half.
 const DATA_NUMBER: u32 = 0;
 const DATA_ARCH: u32 = 4;
-const DATA_MMAP_PROTECTION: u32 = 32;
+/// The low half of the third argument: the protection of mmap, the flags of openat.
+const DATA_THIRD: u32 = 32;
 
 /// From linux/landlock.h, the first version of its interface (5.13).
 const LANDLOCK_RULE_PATH_BENEATH: libc::c_int = 1;
 const LANDLOCK_EVERYTHING: u64 = (1 << 13) - 1;
+const LANDLOCK_READ_FILE: u64 = 1 << 2;
+const LANDLOCK_READ_DIR: u64 = 1 << 3;
 const LANDLOCK_REMOVE_FILE: u64 = 1 << 5;
 const LANDLOCK_MAKE_REG: u64 = 1 << 8;
 
@@ -83,7 +112,7 @@ struct PathBeneath {
 ///
 /// # Errors
 /// The kernel refuses: then nothing must be read.
-pub fn confine(limits: &Limits, outputs: &[&Path]) -> Result<()> {
+pub fn confine(limits: &Limits, scope: Scope, outputs: &[&Path]) -> Result<()> {
     limit(libc::RLIMIT_CORE, 0)?;
     limit(libc::RLIMIT_CPU, CPU_SECONDS)?;
     limit(libc::RLIMIT_NOFILE, OPEN_FILES)?;
@@ -108,12 +137,13 @@ pub fn confine(limits: &Limits, outputs: &[&Path]) -> Result<()> {
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
         return Err(failed("giving up new privileges"));
     }
-    keep_to(outputs)?;
-    filter_system_calls()
+    keep_to(scope, outputs)?;
+    filter_system_calls(scope)
 }
 
-/// Closes the filesystem but for removing and renaming in `directories`. Kernels without Landlock go without: the other layers stand.
-fn keep_to(directories: &[&Path]) -> Result<()> {
+/// Closes the filesystem but for what the scope may read, and for removing and renaming in `outputs`. Kernels without Landlock go without: the other
+/// layers stand.
+fn keep_to(scope: Scope, outputs: &[&Path]) -> Result<()> {
     let attributes = RulesetAttributes {
         handled_access_fs: LANDLOCK_EVERYTHING,
     };
@@ -134,34 +164,44 @@ fn keep_to(directories: &[&Path]) -> Result<()> {
     }
     // SAFETY: the kernel has just given us this descriptor.
     let ruleset = unsafe { OwnedFd::from_raw_fd(ruleset as libc::c_int) };
-    for directory in directories {
+    if let Scope::Directory(top) = scope {
+        allow(&ruleset, top, LANDLOCK_READ_FILE | LANDLOCK_READ_DIR)?;
+    }
+    for directory in outputs {
         let opened = File::open(directory).map_err(|source| LayerError::Io {
             what: format!("opening {}", directory.display()),
             source,
         })?;
-        let rule = PathBeneath {
-            allowed_access: LANDLOCK_REMOVE_FILE | LANDLOCK_MAKE_REG,
-            parent_fd: opened.as_raw_fd(),
-        };
-        // SAFETY: both descriptors are open, and `rule` outlives the call.
-        let added = unsafe {
-            libc::syscall(
-                libc::SYS_landlock_add_rule,
-                ruleset.as_raw_fd(),
-                LANDLOCK_RULE_PATH_BENEATH,
-                &rule,
-                0,
-            )
-        };
-        if added != 0 {
-            return Err(failed("adding a Landlock rule"));
-        }
+        let access = LANDLOCK_REMOVE_FILE | LANDLOCK_MAKE_REG;
+        allow(&ruleset, opened.as_raw_fd(), access)?;
     }
     // SAFETY: takes plain numbers.
     if unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0) } != 0 {
         return Err(failed("entering the Landlock ruleset"));
     }
     Ok(())
+}
+
+fn allow(ruleset: &OwnedFd, directory: RawFd, access: u64) -> Result<()> {
+    let rule = PathBeneath {
+        allowed_access: access,
+        parent_fd: directory,
+    };
+    // SAFETY: both descriptors are open, and `rule` outlives the call.
+    let added = unsafe {
+        libc::syscall(
+            libc::SYS_landlock_add_rule,
+            ruleset.as_raw_fd(),
+            LANDLOCK_RULE_PATH_BENEATH,
+            &rule,
+            0,
+        )
+    };
+    if added == 0 {
+        Ok(())
+    } else {
+        Err(failed("adding a Landlock rule"))
+    }
 }
 
 fn limit(resource: libc::__rlimit_resource_t, value: u64) -> Result<()> {
@@ -185,37 +225,8 @@ fn limit(resource: libc::__rlimit_resource_t, value: u64) -> Result<()> {
     Ok(())
 }
 
-fn filter_system_calls() -> Result<()> {
-    let load = |offset| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0);
-    let jump_equal =
-        |value, yes, no| instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, value, yes, no);
-    let answer = |action| instruction(libc::BPF_RET | libc::BPF_K, action, 0, 0);
-
-    let mut program = vec![
-        load(DATA_ARCH),
-        jump_equal(AUDIT_ARCH, 1, 0),
-        answer(libc::SECCOMP_RET_KILL_PROCESS),
-        load(DATA_NUMBER),
-        // Memory may be had, but none that can be executed.
-        jump_equal(libc::SYS_mmap as u32, 0, 4),
-        load(DATA_MMAP_PROTECTION),
-        instruction(
-            libc::BPF_JMP | libc::BPF_JSET | libc::BPF_K,
-            libc::PROT_EXEC as u32,
-            0,
-            1,
-        ),
-        answer(libc::SECCOMP_RET_KILL_PROCESS),
-        answer(libc::SECCOMP_RET_ALLOW),
-    ];
-    for (index, number) in ALLOWED.iter().enumerate() {
-        // Jumps over the other comparisons and the kill.
-        let distance = ALLOWED.len() - index;
-        program.push(jump_equal(*number as u32, distance as u8, 0));
-    }
-    program.push(answer(libc::SECCOMP_RET_KILL_PROCESS));
-    program.push(answer(libc::SECCOMP_RET_ALLOW));
-
+fn filter_system_calls(scope: Scope) -> Result<()> {
+    let mut program = program(scope);
     let filter = libc::sock_fprog {
         len: program.len() as libc::c_ushort,
         filter: program.as_mut_ptr(),
@@ -225,6 +236,47 @@ fn filter_system_calls() -> Result<()> {
         return Err(failed("filtering system calls"));
     }
     Ok(())
+}
+
+fn program(scope: Scope) -> Vec<libc::sock_filter> {
+    let load = |offset| instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset, 0, 0);
+    let jump =
+        |test, value, yes, no| instruction(libc::BPF_JMP | test | libc::BPF_K, value, yes, no);
+    let answer = |action| instruction(libc::BPF_RET | libc::BPF_K, action, 0, 0);
+
+    let mut program = vec![
+        load(DATA_ARCH),
+        jump(libc::BPF_JEQ, AUDIT_ARCH, 1, 0),
+        answer(libc::SECCOMP_RET_KILL_PROCESS),
+        load(DATA_NUMBER),
+        // Memory may be had, but none that can be executed.
+        jump(libc::BPF_JEQ, libc::SYS_mmap as u32, 0, 4),
+        load(DATA_THIRD),
+        jump(libc::BPF_JSET, libc::PROT_EXEC as u32, 0, 1),
+        answer(libc::SECCOMP_RET_KILL_PROCESS),
+        answer(libc::SECCOMP_RET_ALLOW),
+    ];
+    let mut allowed = ALLOWED.to_vec();
+    if matches!(scope, Scope::Directory(_)) {
+        allowed.extend(ALLOWED_FOR_DIRECTORIES);
+        // Without O_NOFOLLOW, or with a flag that is for writing: killed.
+        program.extend([
+            jump(libc::BPF_JEQ, libc::SYS_openat as u32, 0, 5),
+            load(DATA_THIRD),
+            jump(libc::BPF_JSET, WRITING, 2, 0),
+            jump(libc::BPF_JSET, libc::O_NOFOLLOW as u32, 0, 1),
+            answer(libc::SECCOMP_RET_ALLOW),
+            answer(libc::SECCOMP_RET_KILL_PROCESS),
+        ]);
+    }
+    for (index, number) in allowed.iter().enumerate() {
+        // Jumps over the other comparisons and the kill.
+        let distance = allowed.len() - index;
+        program.push(jump(libc::BPF_JEQ, *number as u32, distance as u8, 0));
+    }
+    program.push(answer(libc::SECCOMP_RET_KILL_PROCESS));
+    program.push(answer(libc::SECCOMP_RET_ALLOW));
+    program
 }
 
 fn instruction(code: u32, value: u32, yes: u8, no: u8) -> libc::sock_filter {
@@ -259,7 +311,7 @@ mod tests {
         let child = unsafe { libc::fork() };
         assert!(child >= 0);
         if child == 0 {
-            let status = match confine(&Limits::default(), outputs) {
+            let status = match confine(&Limits::default(), Scope::OpenFiles, outputs) {
                 Ok(()) => act(),
                 Err(_) => 99,
             };

@@ -1,17 +1,21 @@
-//! From archives to a layer: reads them in order, keeps the tree, writes the data, and puts the metadata on top.
+//! From sources to a layer: reads archives, a directory or layers in order, keeps the tree, writes the data, and puts the metadata on top.
 
 use std::fs::File;
 use std::io::Read;
+use std::os::fd::OwnedFd;
 
 use crate::archive::{Archive, Entry, Kind, Segment};
-use crate::blob::{copy_blocks, BlobWriter, BLOCK};
+use crate::blob::{BlobWriter, BLOCK};
+use crate::directory::{self, Removed};
 use crate::erofs::{self, BlobRef, Metadata};
 use crate::error::{LayerError, Result};
 use crate::extents::{FileWriter, CHUNK_INDEX};
+use crate::globs::Globs;
+use crate::image;
 use crate::limits::Limits;
 use crate::tree::{
-    components, keep_xattr, merge, Arena, Attributes, Directory, LayerBuilder, Leaf, LeafKind,
-    Node, Place, Target,
+    components, keep_xattr, merge, Arena, Attributes, Directory, LayerBuilder, Leaf, LeafId,
+    LeafKind, Node, Place, Target,
 };
 
 /// A layer's blob is rewritten when more than one in this many of its blocks belongs to no file any more.
@@ -28,6 +32,8 @@ pub struct Converter {
     tree: Option<Directory>,
     entries: u64,
     dropped_xattrs: u64,
+    /// Layers that were read: the first of each one's leaves, and its blob, where their data still lies.
+    layers: Vec<(LeafId, Option<File>)>,
 }
 
 pub struct Converted {
@@ -54,6 +60,7 @@ impl Converter {
             tree: None,
             entries: 0,
             dropped_xattrs: 0,
+            layers: Vec::new(),
         })
     }
 
@@ -90,6 +97,41 @@ impl Converter {
             Some(lower) => merge(lower, upper),
             None => upper,
         });
+        Ok(())
+    }
+
+    /// Takes a directory as the whole layer, but for what `globs` match. Returns what each of them kept out.
+    pub fn add_directory(&mut self, top: OwnedFd, globs: &Globs) -> Result<Vec<Removed>> {
+        let found = directory::read(top, globs, &mut self.arena, &mut self.blob)?;
+        self.entries += found.entries;
+        self.dropped_xattrs += found.dropped_xattrs;
+        self.tree = Some(found.root);
+        Ok(found.removed)
+    }
+
+    /// Puts a layer made earlier on top of the earlier sources. `blob` is read when the layer is finished.
+    pub fn add_image(&mut self, metadata: &[u8], blob: Option<File>) -> Result<()> {
+        self.layers.push((self.arena.leaves.len(), blob));
+        let before = self.arena.entries();
+        let upper = image::read(metadata, &mut self.arena)?;
+        self.entries += self.arena.entries() - before;
+        self.tree = Some(match self.tree.take() {
+            Some(lower) => merge(lower, upper),
+            None => upper,
+        });
+        Ok(())
+    }
+
+    /// Copies what is still to be seen of the layers' files to the new blob.
+    fn gather(&mut self, root: &Directory) -> Result<()> {
+        let live = live_leaves(root, self.arena.leaves.len());
+        let mut ends: Vec<LeafId> = self.layers.iter().skip(1).map(|layer| layer.0).collect();
+        ends.push(self.arena.leaves.len());
+        for ((start, file), end) in std::mem::take(&mut self.layers).into_iter().zip(ends) {
+            let Some(mut file) = file else { continue };
+            let own = live.iter().copied().filter(|id| (start..end).contains(id));
+            image::move_data(&mut self.arena.leaves, own, &mut file, &mut self.blob)?;
+        }
         Ok(())
     }
 
@@ -213,15 +255,19 @@ impl Converter {
         writer.finish().map(LeafKind::File)
     }
 
-    /// Ends the layer. Where replaced files have left much dead data, the blob is written once more, without it, to the empty file `spare`.
-    pub fn finish(mut self, spare: File) -> Result<Converted> {
+    /// Ends the layer. Where replaced files have left much dead data, the blob is written once more, without it, to the empty file `spare`;
+    /// only archives can leave any.
+    pub fn finish(mut self, spare: Option<File>) -> Result<Converted> {
         let root = self.tree.take().unwrap_or_default();
+        self.gather(&root)?;
         let (mut blob_file, mut digest, mut length) = self.blob.finish()?;
         let live = live_leaves(&root, self.arena.leaves.len());
         let live_blocks: u64 = live.iter().map(|id| blocks(&self.arena.leaves[*id])).sum();
         let dead_blocks = length / BLOCK - live_blocks;
-        let compacted = dead_blocks > 0 && dead_blocks >= length / BLOCK / DEAD_FRACTION;
-        if compacted {
+        let worth_it = dead_blocks > 0 && dead_blocks >= length / BLOCK / DEAD_FRACTION;
+        let spare = spare.filter(|_| worth_it);
+        let compacted = spare.is_some();
+        if let Some(spare) = spare {
             let leaves = &mut self.arena.leaves;
             let written = compact(leaves, &live, &mut blob_file, BlobWriter::new(spare))?;
             (blob_file, digest, length) = written.finish()?;
@@ -247,7 +293,7 @@ impl Converter {
     }
 }
 
-fn check_device(major: u32, minor: u32) -> Result<()> {
+pub fn check_device(major: u32, minor: u32) -> Result<()> {
     if major > MAJOR_MAX || minor > MINOR_MAX {
         return Err(LayerError::input(format!(
             "device {major}:{minor} is out of range"
@@ -286,16 +332,6 @@ fn compact(
     old: &mut File,
     mut new: BlobWriter,
 ) -> Result<BlobWriter> {
-    for id in live {
-        let LeafKind::File(data) = &mut leaves[*id].kind else {
-            continue;
-        };
-        let lengths: Vec<u64> = data.runs.iter().map(|run| data.run_blocks(run)).collect();
-        for (run, length) in data.runs.iter_mut().zip(lengths) {
-            let block = new.block()?;
-            copy_blocks(old, run.block, length, &mut new)?;
-            run.block = block;
-        }
-    }
+    image::move_data(leaves, live.iter().copied(), old, &mut new)?;
     Ok(new)
 }

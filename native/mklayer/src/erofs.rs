@@ -55,6 +55,7 @@ const S_IFDIR: u16 = 0o040_000;
 const S_IFBLK: u16 = 0o060_000;
 const S_IFREG: u16 = 0o100_000;
 const S_IFLNK: u16 = 0o120_000;
+const S_IFSOCK: u16 = 0o140_000;
 
 /// The metadata file and what is worth knowing about it.
 pub struct Metadata {
@@ -517,6 +518,7 @@ impl Image {
                 (LAYOUT_PLAIN, S_IFBLK, 0, device_number(*major, *minor))
             }
             LeafKind::Fifo => (LAYOUT_PLAIN, S_IFIFO, 0, 0),
+            LeafKind::Socket => (LAYOUT_PLAIN, S_IFSOCK, 0, 0),
         };
         let inode = Inode {
             layout,

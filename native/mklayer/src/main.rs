@@ -1,49 +1,80 @@
-//! `dsec-mklayer`: turns tar archives into one layer, an EROFS metadata file and a data blob, without unpacking anything and without privilege.
+//! `dsec-mklayer`: makes one layer, an EROFS metadata file and a data blob, without unpacking anything.
+//!
+//! Its sources are tar archives; or the writable layer of a sandbox, a directory; or layers made earlier, which become one. For archives and layers
+//! it needs no privilege, for a directory the capabilities to read all of it (DAC_READ_SEARCH, and SYS_ADMIN for `trusted.*`).
 //!
 //! The design has layers made by mkfs.erofs. This program stands in for it: Debian 12's version (1.5) can't read tars, and unpacking one to
 //! disk faithfully (owners, devices, capabilities) needs root. Writing the format directly needs neither, reads every byte once, and hands the
-//! kernel only what this program itself has composed: nothing of the archive is taken over but names, numbers and contents, each checked.
+//! kernel only what this program itself has composed: nothing of a source is taken over but names, numbers and contents, each checked.
 //! Before it reads anything it gives up every system call but those for its open files (`confine`).
 //!
-//! Several archives are collapsed into one layer, lowest first; whiteouts are kept as overlayfs wants them.
-//! Result: one JSON line on stdout. Errors: one line on stderr, no output files, exit code 1 (archive refused), 2 (usage), 3 (system).
+//! Several archives, or layers, are collapsed into one, lowest first; whiteouts are kept as overlayfs wants them.
+//! Result: one JSON line on stdout. Errors: one line on stderr, no output files, exit code 1 (source refused), 2 (usage), 3 (system).
 
 mod archive;
 mod blob;
 mod confine;
 mod convert;
+mod directory;
 mod erofs;
 mod error;
 mod extents;
+mod globs;
+mod image;
 mod limits;
 mod tree;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
-use confine::confine;
+use confine::{confine, Scope};
 use convert::{Converted, Converter};
+use directory::Removed;
 use error::{LayerError, Result};
+use globs::Globs;
 use limits::Limits;
 
 const USAGE: &str =
-    "usage: dsec-mklayer --meta FILE --blob FILE [--at /PATH] [--max-entries N] [--max-depth N] [--max-bytes N] [--max-meta N] [TAR…]
-Reads uncompressed tar archives (none given, or -: stdin), lowest layer first, and writes one EROFS layer.";
+    "usage: dsec-mklayer --meta FILE --blob FILE [--at /PATH] [LIMIT…] [TAR…]
+       dsec-mklayer --meta FILE --blob FILE [LIMIT…] --layer META [--data BLOB] [--layer …]
+       dsec-mklayer --directory-fd N --meta-fd N --blob-fd N [--exclude GLOB]… [LIMIT…]
+Makes one EROFS layer of uncompressed tar archives (none given, or -: stdin), of other layers (both: lowest first), or of the directory open at a
+descriptor, and writes it to new files or to empty ones that are open. LIMIT: --max-entries N, --max-depth N, --max-bytes N, --max-meta N.";
 
 struct Options {
-    meta: PathBuf,
-    blob: PathBuf,
-    at: Vec<u8>,
+    output: OutputPlace,
     limits: Limits,
-    archives: Vec<PathBuf>,
+    source: SourcePlace,
+}
+
+enum OutputPlace {
+    Files { meta: PathBuf, blob: PathBuf },
+    Descriptors { meta: RawFd, blob: RawFd },
+}
+
+enum SourcePlace {
+    Archives {
+        at: Vec<u8>,
+        paths: Vec<PathBuf>,
+    },
+    /// Metadata and blob of each.
+    Layers(Vec<(PathBuf, Option<PathBuf>)>),
+    Directory {
+        top: RawFd,
+        exclude: Vec<String>,
+    },
 }
 
 fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
     let usage = |what: String| LayerError::Usage(format!("{what}\n{USAGE}"));
     let (mut meta, mut blob, mut at) = (None, None, String::from("/"));
+    let (mut meta_fd, mut blob_fd, mut directory_fd) = (None, None, None);
     let mut limits = Limits::default();
     let mut archives = Vec::new();
+    let mut layers: Vec<(PathBuf, Option<PathBuf>)> = Vec::new();
+    let mut exclude = Vec::new();
     let mut arguments = arguments;
     while let Some(option) = arguments.next() {
         if option == "-" || !option.starts_with('-') {
@@ -58,9 +89,23 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
                 .parse::<u64>()
                 .map_err(|_| usage(format!("{option}: \"{value}\" is no number")))
         };
+        let descriptor = || {
+            number()?
+                .try_into()
+                .map_err(|_| usage(format!("{option}: \"{value}\" is no descriptor")))
+        };
         match option.as_str() {
             "--meta" => meta = Some(PathBuf::from(value)),
             "--blob" => blob = Some(PathBuf::from(value)),
+            "--meta-fd" => meta_fd = Some(descriptor()?),
+            "--blob-fd" => blob_fd = Some(descriptor()?),
+            "--directory-fd" => directory_fd = Some(descriptor()?),
+            "--exclude" => exclude.push(value),
+            "--layer" => layers.push((PathBuf::from(value), None)),
+            "--data" => match layers.last_mut() {
+                Some((_, data @ None)) => *data = Some(PathBuf::from(value)),
+                _ => return Err(usage("--data stands behind its --layer".into())),
+            },
             "--at" => at = value,
             "--max-entries" => limits.entries = number()?,
             // Trees are walked recursively where they are merged.
@@ -70,15 +115,38 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
             _ => return Err(usage(format!("unknown option {option}"))),
         }
     }
-    if archives.is_empty() {
-        archives.push(PathBuf::from("-"));
-    }
+    let output = match (meta, blob, meta_fd, blob_fd) {
+        (Some(meta), Some(blob), None, None) => OutputPlace::Files { meta, blob },
+        (None, None, Some(meta), Some(blob)) => OutputPlace::Descriptors { meta, blob },
+        _ => {
+            return Err(usage(
+                "--meta and --blob, or both as descriptors, are needed".into(),
+            ))
+        }
+    };
+    let source = match directory_fd {
+        Some(top) if archives.is_empty() && layers.is_empty() => {
+            SourcePlace::Directory { top, exclude }
+        }
+        None if !exclude.is_empty() => {
+            return Err(usage("--exclude goes with --directory-fd".into()))
+        }
+        None if archives.is_empty() && !layers.is_empty() => SourcePlace::Layers(layers),
+        None if layers.is_empty() => {
+            if archives.is_empty() {
+                archives.push(PathBuf::from("-"));
+            }
+            SourcePlace::Archives {
+                at: at.into_bytes(),
+                paths: archives,
+            }
+        }
+        _ => return Err(usage("archives, layers or a directory: one of them".into())),
+    };
     Ok(Options {
-        meta: meta.ok_or_else(|| usage("--meta is missing".into()))?,
-        blob: blob.ok_or_else(|| usage("--blob is missing".into()))?,
-        at: at.into_bytes(),
+        output,
         limits,
-        archives,
+        source,
     })
 }
 
@@ -128,15 +196,111 @@ impl Drop for Output {
     }
 }
 
+fn open_file(path: &Path) -> Result<File> {
+    File::open(path).map_err(|source| LayerError::Io {
+        what: format!("opening {}", path.display()),
+        source,
+    })
+}
+
 fn open_archive(path: &Path) -> Result<Box<dyn Read>> {
     if path == Path::new("-") {
         return Ok(Box::new(std::io::stdin().lock()));
     }
-    let file = File::open(path).map_err(|source| LayerError::Io {
-        what: format!("opening {}", path.display()),
-        source,
-    })?;
-    Ok(Box::new(file))
+    Ok(Box::new(open_file(path)?))
+}
+
+/// A descriptor that whoever started this program left open for it.
+fn inherited(number: RawFd) -> Result<OwnedFd> {
+    // SAFETY: fcntl takes any number; one that is open was given to nobody else here.
+    unsafe {
+        if number < 3 || libc::fcntl(number, libc::F_GETFD) < 0 {
+            return Err(LayerError::Usage(format!(
+                "descriptor {number} isn't open for this program"
+            )));
+        }
+        Ok(OwnedFd::from_raw_fd(number))
+    }
+}
+
+/// What is read, open.
+enum Source {
+    Archives(Vec<Box<dyn Read>>),
+    Layers(Vec<(Vec<u8>, Option<File>)>),
+    Directory(OwnedFd, Globs),
+}
+
+fn open_source(place: &SourcePlace, limits: &Limits) -> Result<Source> {
+    Ok(match place {
+        SourcePlace::Archives { paths, .. } => Source::Archives(
+            paths
+                .iter()
+                .map(|path| open_archive(path))
+                .collect::<Result<_>>()?,
+        ),
+        SourcePlace::Layers(layers) => Source::Layers(
+            layers
+                .iter()
+                .map(|(meta, data)| {
+                    let data = data.as_deref().map(open_file).transpose()?;
+                    Ok((read_metadata(meta, limits)?, data))
+                })
+                .collect::<Result<_>>()?,
+        ),
+        SourcePlace::Directory { top, exclude } => {
+            Source::Directory(inherited(*top)?, Globs::new(exclude)?)
+        }
+    })
+}
+
+fn read_metadata(path: &Path, limits: &Limits) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_file(path)?
+        .take(limits.meta_bytes + 1)
+        .read_to_end(&mut bytes)
+        .map_err(|source| LayerError::Io {
+            what: format!("reading {}", path.display()),
+            source,
+        })?;
+    if bytes.len() as u64 > limits.meta_bytes {
+        return Err(LayerError::input(format!(
+            "{} has more than {} bytes",
+            path.display(),
+            limits.meta_bytes
+        )));
+    }
+    Ok(bytes)
+}
+
+/// The files of the layer that is made, and of a second try at its blob.
+struct Outputs {
+    meta: File,
+    blob: File,
+    spare: Option<File>,
+    /// By name, where they have one: metadata, blob, spare.
+    named: Option<[Output; 3]>,
+}
+
+fn open_outputs(place: &OutputPlace) -> Result<Outputs> {
+    Ok(match place {
+        OutputPlace::Files { meta, blob } => {
+            let (meta_output, meta) = Output::create(meta)?;
+            let (blob_output, blob_file) = Output::create(blob)?;
+            let (spare_output, spare) = Output::create(&blob.with_extension("spare"))?;
+            Outputs {
+                meta,
+                blob: blob_file,
+                spare: Some(spare),
+                named: Some([meta_output, blob_output, spare_output]),
+            }
+        }
+        OutputPlace::Descriptors { meta, blob } => Outputs {
+            meta: inherited(*meta)?.into(),
+            blob: inherited(*blob)?.into(),
+            spare: None,
+            named: None,
+        },
+    })
 }
 
 fn directory_of(path: &Path) -> &Path {
@@ -147,41 +311,58 @@ fn directory_of(path: &Path) -> &Path {
 }
 
 fn run(options: &Options) -> Result<String> {
-    let archives = options
-        .archives
-        .iter()
-        .map(|path| open_archive(path))
-        .collect::<Result<Vec<_>>>()?;
-    let (mut meta_output, mut meta_file) = Output::create(&options.meta)?;
-    let (mut blob_output, blob_file) = Output::create(&options.blob)?;
-    let (mut spare_output, spare_file) = Output::create(&options.blob.with_extension("spare"))?;
-    confine(
-        &options.limits,
-        &[directory_of(&options.meta), directory_of(&options.blob)],
-    )?;
-
-    let mut converter = Converter::new(options.limits.clone(), &options.at, blob_file)?;
-    for archive in archives {
-        converter.add_layer(archive)?;
+    let source = open_source(&options.source, &options.limits)?;
+    let mut outputs = open_outputs(&options.output)?;
+    let at: &[u8] = match &options.source {
+        SourcePlace::Archives { at, .. } => at,
+        SourcePlace::Layers(_) | SourcePlace::Directory { .. } => b"/",
+    };
+    let scope = match &source {
+        Source::Directory(top, _) => Scope::Directory(top.as_raw_fd()),
+        Source::Archives(_) | Source::Layers(_) => Scope::OpenFiles,
+    };
+    match &options.output {
+        OutputPlace::Files { meta, blob } => confine(
+            &options.limits,
+            scope,
+            &[directory_of(meta), directory_of(blob)],
+        )?,
+        OutputPlace::Descriptors { .. } => confine(&options.limits, scope, &[])?,
     }
-    let converted = converter.finish(spare_file)?;
-    meta_file
+
+    let mut converter = Converter::new(options.limits.clone(), at, outputs.blob)?;
+    let mut removed = Vec::new();
+    match source {
+        Source::Archives(archives) => archives
+            .into_iter()
+            .try_for_each(|archive| converter.add_layer(archive))?,
+        Source::Layers(layers) => layers
+            .into_iter()
+            .try_for_each(|(metadata, data)| converter.add_image(&metadata, data))?,
+        Source::Directory(top, globs) => removed = converter.add_directory(top, &globs)?,
+    }
+    let converted = converter.finish(outputs.spare)?;
+    outputs
+        .meta
         .write_all(&converted.metadata.image)
-        .and_then(|()| meta_file.sync_all())
+        .and_then(|()| outputs.meta.sync_all())
         .and_then(|()| converted.blob_file.sync_all())
         .map_err(|source| LayerError::Io {
             what: "writing the layer".into(),
             source,
         })?;
-    if converted.compacted {
-        spare_output.rename(&blob_output.path)?;
+    if let Some([meta, blob, spare]) = &mut outputs.named {
+        if converted.compacted {
+            spare.rename(&blob.path)?;
+        }
+        meta.kept = true;
+        blob.kept = converted.blob.is_some();
     }
-    meta_output.kept = true;
-    blob_output.kept = converted.blob.is_some();
-    Ok(report(&converted))
+    Ok(report(&converted, &removed))
 }
 
-fn report(converted: &Converted) -> String {
+fn report(converted: &Converted, removed: &[Removed]) -> String {
+    let removed: Vec<[u64; 2]> = removed.iter().map(|one| [one.entries, one.bytes]).collect();
     let (blob, blob_bytes) = match &converted.blob {
         Some(blob) => (
             format!("\"{}\"", erofs::hex(&blob.digest)),
@@ -190,7 +371,7 @@ fn report(converted: &Converted) -> String {
         None => ("null".into(), 0),
     };
     format!(
-        "{{\"meta\":\"{}\",\"meta_bytes\":{},\"blob\":{blob},\"blob_bytes\":{blob_bytes},\"entries\":{},\"inodes\":{},\"extra_ids\":{:?},\"dropped_xattrs\":{}}}",
+        "{{\"meta\":\"{}\",\"meta_bytes\":{},\"blob\":{blob},\"blob_bytes\":{blob_bytes},\"entries\":{},\"inodes\":{},\"extra_ids\":{:?},\"dropped_xattrs\":{},\"removed\":{removed:?}}}",
         erofs::hex(&converted.metadata.digest),
         converted.metadata.image.len(),
         converted.entries,

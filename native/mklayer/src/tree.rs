@@ -17,6 +17,9 @@ const OPAQUE_MARK: &[u8] = b".wh..wh..opq";
 /// Bytes that one entry takes in memory and in the metadata beyond its name and attributes (inode, directory entry, tree nodes).
 const ENTRY_COST: u64 = 200;
 
+/// Extended attributes, name to value.
+pub type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
+
 /// What every kind of file has.
 #[derive(Clone, Debug, Default)]
 pub struct Attributes {
@@ -27,7 +30,7 @@ pub struct Attributes {
     pub mtime: i64,
     pub mtime_nsec: u32,
     /// Only those that `keep_xattr` lets through.
-    pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
+    pub xattrs: Xattrs,
 }
 
 /// A file that isn't a directory. It stands in an arena, because several names can lead to it.
@@ -58,6 +61,7 @@ pub enum LeafKind {
     CharDevice { major: u32, minor: u32 },
     BlockDevice { major: u32, minor: u32 },
     Fifo,
+    Socket,
 }
 
 /// Index of a leaf in the arena.
@@ -183,6 +187,11 @@ impl Arena {
             meta_bytes: 0,
             data_bytes: 0,
         }
+    }
+
+    /// Entries counted so far.
+    pub fn entries(&self) -> u64 {
+        self.entries
     }
 
     pub fn count_entry(&mut self) -> Result<()> {

@@ -32,6 +32,10 @@ const PERIOD_US: u64 = 100_000;
 /// How long a directory may stay busy (its last processes are on their way out) before it is reported.
 const BUSY_DEADLINE: Duration = Duration::from_secs(10);
 
+/// How long the processes of a sandbox may take to stand still, and how often that is looked at.
+const FREEZE_DEADLINE: Duration = Duration::from_secs(2);
+const FREEZE_POLL: Duration = Duration::from_micros(100);
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
     V1,
@@ -299,6 +303,50 @@ impl Cgroups {
             .is_some_and(|root| sysapi::write_at(root.as_raw_fd(), &file, b"1").is_ok())
     }
 
+    /// Stops everything in the sandbox's group until the value returned is dropped.
+    ///
+    /// # Errors
+    /// `Unsupported` where the host has no v2 tree; `TimedOut` if a process doesn't stop: then all go on.
+    pub fn freeze(&self, id: &str) -> io::Result<Frozen> {
+        let root = self.v2.as_ref().ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::Unsupported,
+                "this host has no v2 cgroup tree, by which sandboxes are frozen",
+            )
+        })?;
+        let group = sysapi::open_at(
+            root.as_raw_fd(),
+            &text(id),
+            libc::O_RDONLY | libc::O_DIRECTORY,
+        )?;
+        sysapi::write_at(group.as_raw_fd(), c"cgroup.freeze", b"1")?;
+        let frozen = Frozen { group };
+        let end = Instant::now() + FREEZE_DEADLINE;
+        while !frozen.is_complete()? {
+            if Instant::now() > end {
+                return Err(io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    "a process in the sandbox waits for the kernel and can't be stopped now",
+                ));
+            }
+            std::thread::sleep(FREEZE_POLL);
+        }
+        Ok(frozen)
+    }
+
+    /// Lets every sandbox go on that a spawner left frozen which died.
+    pub fn thaw_all(&self) {
+        let Some(root) = &self.v2 else { return };
+        for name in self.list() {
+            let file = text(&format!("{name}/cgroup.freeze"));
+            if sysapi::read_at(root.as_raw_fd(), &file).is_ok_and(|state| state.trim() == "1") {
+                if let Err(error) = sysapi::write_at(root.as_raw_fd(), &file, b"0") {
+                    eprintln!("dsec-spawner: {name} stays frozen: {error}");
+                }
+            }
+        }
+    }
+
     pub fn figures(&self, id: &str) -> Figures {
         let read =
             |root: RawFd, file: &str| sysapi::read_at(root, &text(&format!("{id}/{file}"))).ok();
@@ -367,6 +415,33 @@ impl Cgroups {
         pids.sort_unstable();
         pids.dedup();
         pids
+    }
+}
+
+/// A group whose processes stand still.
+pub struct Frozen {
+    group: OwnedFd,
+}
+
+impl Frozen {
+    fn is_complete(&self) -> io::Result<bool> {
+        let events = sysapi::read_at(self.group.as_raw_fd(), c"cgroup.events")?;
+        Ok(keyed(&events, "frozen") == Some(1))
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        match sysapi::write_at(self.group.as_raw_fd(), c"cgroup.freeze", b"0") {
+            Ok(()) => {}
+            // Its sandbox was ended meanwhile.
+            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => {}
+            // Nothing may stay frozen: the next spawner lets go of what it finds so.
+            Err(error) => {
+                eprintln!("dsec-spawner: thawing: {error}; starting anew");
+                std::process::abort();
+            }
+        }
     }
 }
 

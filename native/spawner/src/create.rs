@@ -37,6 +37,8 @@ pub struct Spec {
     pub cpu_millis: u64,
     pub pids: u64,
     pub disk: u64,
+    /// The snapshot that its writable layer begins with; None: an empty one.
+    pub from: Option<String>,
     pub extra_ids: Vec<u32>,
     /// Bytes that chronus keeps of each stream after they were sent.
     pub history: u64,
@@ -153,9 +155,19 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
         cpu_millis: Some(spec.cpu_millis).filter(|millis| *millis < node.cores as u64 * 1000),
         pids: Some(spec.pids),
     };
-    let cgroup = node.cgroups.create(&spec.id, limits, own_id)?;
+    let cgroup = match node.cgroups.create(&spec.id, limits, own_id) {
+        // An ended sandbox's groups go a moment later than the rest of it, and a creation that was cut off is repeated under its name.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            node.cgroups.remove(&spec.id)?;
+            node.cgroups.create(&spec.id, limits, own_id)?
+        }
+        made => made?,
+    };
     clock.mark("cgroups");
-    node.scratch.create(&spec.id, spec.disk)?;
+    match &spec.from {
+        None => node.scratch.create(&spec.id, spec.disk)?,
+        Some(snapshot) => node.scratch.create_from(&spec.id, snapshot, spec.disk)?,
+    }
     clock.mark("scratch");
     let listener = listen(node, slot)?;
     let cookie = random_pair()?;

@@ -17,6 +17,7 @@ mod registry;
 mod scratch;
 mod seccomp;
 mod server;
+mod snapshot;
 mod supervise;
 mod sweep;
 mod sysapi;

@@ -25,6 +25,10 @@ pub struct Node {
     pub sockets: OwnedFd,
     /// chronus, to be exec'd by descriptor.
     pub chronus: OwnedFd,
+    /// dsec-mklayer, likewise.
+    pub mklayer: OwnedFd,
+    /// `<state>/packs`, root's: layers that are being made of snapshots.
+    pub packs: OwnedFd,
     pub null: File,
     pub uid_base: u32,
     pub service_uid: u32,
@@ -119,7 +123,9 @@ impl Node {
                 std::os::unix::fs::chown(path, service, service)?;
             }
         }
-        let chronus = install_chronus(&options.chronus, &run.join("bin/chronus"))?;
+        directory(&options.state_dir.join("packs"), 0o711)?;
+        let chronus = install(&options.chronus, &run.join("bin/chronus"))?;
+        let mklayer = install(&options.mklayer, &run.join("bin/dsec-mklayer"))?;
         let image = scratch_image(options);
         let megabytes = options.scratch_mb;
         let staging = run.join("stage");
@@ -146,6 +152,8 @@ impl Node {
             fuse,
             sockets: open_directory(&run.join("c"))?,
             chronus,
+            mklayer,
+            packs: open_directory(&options.state_dir.join("packs"))?,
             null: File::options().read(true).write(true).open("/dev/null")?,
             uid_base: options.uid_base,
             service_uid: options.service_uid,
@@ -222,11 +230,11 @@ pub fn leave_host_mounts(options: &Options) -> io::Result<()> {
     )
 }
 
-/// Copies chronus to a place where nobody but root may read it: a program that its user can't read is never dumpable, whatever namespace it runs in.
-fn install_chronus(source: &Path, target: &Path) -> io::Result<OwnedFd> {
+/// Copies a program to a place where nobody but root may read it: a program that its user can't read is never dumpable, whatever namespace it runs in.
+fn install(source: &Path, target: &Path) -> io::Result<OwnedFd> {
     let partial = target.with_extension("part");
     named(
-        &format!("chronus at {}", source.display()),
+        &format!("the program {}", source.display()),
         std::fs::copy(source, &partial),
     )?;
     std::fs::set_permissions(&partial, std::fs::Permissions::from_mode(0o711))?;

@@ -44,6 +44,7 @@ dsec-spawner: every privileged act of the service, behind one socket
   --service-uid N      who may call the daemon, and whom the service runs as (64913)
   --scratch-mb N       MiB allocated for writable layers when there are none yet (16384)
   --chronus FILE       the agent's program (chronus beside this program)
+  --mklayer FILE       the program that makes layers (dsec-mklayer beside this program)
   --code DIR           supervise: the directory that the service's code is read from
   --blobfs FILE        supervise: the program that serves blobs (dsec-blobfs beside this program)
   --cache-bytes N      supervise: how many bytes of blobs blobfs keeps (17179869184)
@@ -73,6 +74,7 @@ pub struct Options {
     /// MiB of the scratch file.
     pub scratch_mb: u64,
     pub chronus: PathBuf,
+    pub mklayer: PathBuf,
     /// Where the service's code is; empty but for `supervise`.
     pub code: PathBuf,
     /// The program that serves blobs.
@@ -95,6 +97,7 @@ impl Options {
             service_uid: DEFAULT_SERVICE_UID,
             scratch_mb: DEFAULT_SCRATCH_MB,
             chronus: beside_this_program("chronus"),
+            mklayer: beside_this_program("dsec-mklayer"),
             code: PathBuf::new(),
             blobfs: beside_this_program("dsec-blobfs"),
             cache_bytes: DEFAULT_CACHE_BYTES,
@@ -105,7 +108,7 @@ impl Options {
 
     /// The arguments that make another process of this program see the same instance (without what only `supervise` needs).
     pub fn to_args(&self) -> Vec<OsString> {
-        let pairs: [(&str, OsString); 7] = [
+        let pairs: [(&str, OsString); 8] = [
             ("--run-dir", self.run_dir.clone().into()),
             ("--state-dir", self.state_dir.clone().into()),
             ("--cgroup", self.cgroup.clone().into()),
@@ -113,6 +116,7 @@ impl Options {
             ("--service-uid", self.service_uid.to_string().into()),
             ("--scratch-mb", self.scratch_mb.to_string().into()),
             ("--chronus", self.chronus.clone().into()),
+            ("--mklayer", self.mklayer.clone().into()),
         ];
         pairs
             .into_iter()
@@ -133,6 +137,7 @@ impl Options {
                 self.scratch_mb = number(name, &value, MIN_SCRATCH_MB, u64::MAX >> 20)?
             }
             "--chronus" => self.chronus = absolute(name, value)?,
+            "--mklayer" => self.mklayer = absolute(name, value)?,
             "--code" => self.code = absolute(name, value)?,
             "--blobfs" => self.blobfs = absolute(name, value)?,
             "--cache-bytes" => {

@@ -20,6 +20,8 @@ pub const MOUNT_OPTIONS: &str = "nobarrier,nodatacow,commit=30";
 
 const BTRFS_IOC_SUBVOL_CREATE: libc::c_ulong = 0x5000_940e;
 const BTRFS_IOC_SNAP_DESTROY: libc::c_ulong = 0x5000_940f;
+const BTRFS_IOC_SNAP_CREATE_V2: libc::c_ulong = 0x5000_9417;
+const BTRFS_IOC_SUBVOL_SETFLAGS: libc::c_ulong = 0x4008_941a;
 const BTRFS_IOC_QUOTA_CTL: libc::c_ulong = 0xc010_9428;
 const BTRFS_IOC_QGROUP_LIMIT: libc::c_ulong = 0x8030_942b;
 const BTRFS_IOC_QGROUP_CREATE: libc::c_ulong = 0x4010_942a;
@@ -28,6 +30,7 @@ const BTRFS_IOC_FS_INFO: libc::c_ulong = 0x8400_941f;
 const QUOTA_ENABLE_FULL: u64 = 1;
 const QUOTA_ENABLE_SIMPLE: u64 = 4;
 const LIMIT_REFERENCED: u64 = 1;
+const SUBVOL_RDONLY: u64 = 2;
 
 const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4c82;
 const LOOP_CONFIGURE: libc::c_ulong = 0x4c0a;
@@ -41,6 +44,15 @@ const BUSY_DEADLINE: Duration = Duration::from_secs(10);
 struct VolumeArgs {
     fd: i64,
     name: [u8; 4088],
+}
+
+#[repr(C)]
+struct SnapshotArgs {
+    fd: i64,
+    transid: u64,
+    flags: u64,
+    unused: [u64; 4],
+    name: [u8; 4040],
 }
 
 #[repr(C)]
@@ -254,6 +266,39 @@ impl Scratch {
         Ok(())
     }
 
+    /// Makes a sandbox's subvolume of a sealed snapshot: what that holds is not counted against `disk`, for the two share it.
+    pub fn create_from(&self, id: &str, snapshot: &str, disk: u64) -> io::Result<()> {
+        let source = self.open_volume(snapshot).map_err(|error| {
+            io::Error::new(error.kind(), format!("snapshot {snapshot}: {error}"))
+        })?;
+        self.snapshot(&source, id)?;
+        self.limit(id, disk)
+    }
+
+    /// Makes `name` a writable copy of a subvolume as it is now.
+    pub fn snapshot(&self, source: &OwnedFd, name: &str) -> io::Result<()> {
+        let mut args = SnapshotArgs {
+            fd: i64::from(source.as_raw_fd()),
+            transid: 0,
+            flags: 0,
+            unused: [0; 4],
+            name: [0; 4040],
+        };
+        args.name[..name.len()].copy_from_slice(name.as_bytes());
+        ioctl(self.root(), BTRFS_IOC_SNAP_CREATE_V2, &mut args)
+    }
+
+    /// Takes what belongs to one sandbox alone out of a snapshot (its record, overlayfs' working files), and makes it read-only.
+    pub fn seal(&self, snapshot: &str) -> io::Result<()> {
+        self.forget(snapshot)?;
+        let volume = self.open_volume(snapshot)?;
+        // Among the working files is the mark of an overlay that wasn't unmounted, which would keep others from being mounted.
+        std::fs::remove_dir_all(format!("/proc/self/fd/{}/w", volume.as_raw_fd()))?;
+        sysapi::make_dir_at(volume.as_raw_fd(), c"w", 0o755)?;
+        let mut flags = SUBVOL_RDONLY;
+        ioctl(volume.as_raw_fd(), BTRFS_IOC_SUBVOL_SETFLAGS, &mut flags)
+    }
+
     fn volume_call(&self, request: libc::c_ulong, id: &str) -> io::Result<()> {
         let mut args = VolumeArgs {
             fd: 0,
@@ -321,8 +366,8 @@ impl Scratch {
 
     /// Takes over the quota groups that an earlier spawner's deletions left.
     pub fn find_orphans(&self) -> io::Result<()> {
-        let live: HashSet<u64> = self
-            .list()?
+        let names = sysapi::names_in(self.root())?;
+        let live: HashSet<u64> = names
             .iter()
             .filter_map(|id| tree_of(&self.open_volume(id).ok()?).ok())
             .collect();

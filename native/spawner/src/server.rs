@@ -16,7 +16,8 @@ use crate::endings::Endings;
 use crate::kill;
 use crate::node::{self, Node};
 use crate::options::Options;
-use crate::registry::{Refusal, Registry};
+use crate::registry::{Refusal, Registry, State};
+use crate::snapshot::{self, Packs};
 use crate::sysapi::{self, check};
 use crate::verbs::{self, Facts, Listed, Verb};
 
@@ -25,6 +26,11 @@ const MAX_REQUEST: u32 = 4 << 20;
 /// Creations and endings wait for the kernel (grace periods, dying processes) as long as they compute: more threads than processors keep these busy.
 const CREATORS: usize = 6;
 const ENDERS: usize = 8;
+
+/// Layers made at the same time, each with one processor busy.
+const PACKERS: usize = 2;
+/// Snapshots wait for the disk.
+const SNAPPERS: usize = 2;
 
 /// How often quota groups of deleted subvolumes are tried again: deletions come through with the filesystem's commits, every 30 s.
 const ORPHANS_EVERY: std::time::Duration = std::time::Duration::from_secs(10);
@@ -60,6 +66,9 @@ struct Server {
     others: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
     /// What may have to wait for blobfs.
     lazy: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    snapshots: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    orders: Mutex<mpsc::Sender<(Peer, u64, Box<snapshot::Order>)>>,
+    packs: Packs,
     endings: Endings,
     denials: Denials,
     watch: OwnedFd,
@@ -89,6 +98,8 @@ pub fn run(options: &Options) -> io::Result<()> {
     let (ends, to_end) = mpsc::channel();
     let (others, to_do) = mpsc::channel();
     let (lazy, to_do_lazily) = mpsc::channel();
+    let (snapshots, to_snap) = mpsc::channel();
+    let (orders, to_pack) = mpsc::channel();
     let server = Arc::new(Server {
         node,
         registry: Registry::default(),
@@ -98,12 +109,16 @@ pub fn run(options: &Options) -> io::Result<()> {
         ends: Mutex::new(ends),
         others: Mutex::new(others),
         lazy: Mutex::new(lazy),
+        snapshots: Mutex::new(snapshots),
+        orders: Mutex::new(orders),
+        packs: Packs::default(),
         endings: Endings::default(),
         denials: Denials::new(epoll()?),
         watch: epoll()?,
         watched: Mutex::default(),
         peers: Mutex::default(),
     });
+    server.node.cgroups.thaw_all();
     for (id, pidfd) in server.registry.recover(&server.node) {
         server.watch(&id, pidfd)?;
     }
@@ -138,6 +153,10 @@ pub fn run(options: &Options) -> io::Result<()> {
     let remover = server.clone();
     start("groups", move || loop {
         for id in remover.endings.next() {
+            // A creation that is made anew under this name removes what is left of the first one by itself.
+            if remover.registry.get(&id).is_some() {
+                continue;
+            }
             // What can't be removed now has no sandbox any more: the edge's sweep finds it.
             if let Err(error) = remover.node.cgroups.remove(&id) {
                 eprintln!("dsec-spawner: ending {id}: its groups: {error}");
@@ -159,6 +178,27 @@ pub fn run(options: &Options) -> io::Result<()> {
             .fuse
             .guard(|| guard.tell_all(&verbs::blobs_aborted()))
     })?;
+    let to_snap = Arc::new(Mutex::new(to_snap));
+    for _ in 0..SNAPPERS {
+        let (server, inbox) = (server.clone(), to_snap.clone());
+        start("snapshot", move || {
+            while let Some((peer, id, verb)) = next(&inbox) {
+                peer.send(&server.other(id, verb));
+            }
+        })?;
+    }
+    let to_pack = Arc::new(Mutex::new(to_pack));
+    for _ in 0..PACKERS {
+        let (server, inbox) = (server.clone(), to_pack.clone());
+        start("pack", move || {
+            while let Some((peer, id, order)) = next(&inbox) {
+                peer.send(&match server.packs.make(&server.node, &order) {
+                    Ok(report) => verbs::packed(id, &report),
+                    Err(refused) => verbs::error(id, refused.code, &refused.message),
+                });
+            }
+        })?;
+    }
     let refuser = server.clone();
     start("deny", move || {
         refuser
@@ -333,10 +373,16 @@ impl Server {
                 .unwrap_or_else(PoisonError::into_inner)
                 .send((peer, id, sandbox, keep_scratch))
                 .is_ok(),
-            verb => if matches!(verb, Verb::LayerMount { lazy: true, .. }) {
-                &self.lazy
-            } else {
-                &self.others
+            Verb::SnapshotPack(order) => self
+                .orders
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .send((peer, id, order))
+                .is_ok(),
+            verb => match verb {
+                Verb::LayerMount { lazy: true, .. } => &self.lazy,
+                Verb::Snapshot { .. } | Verb::SnapshotRemove { .. } => &self.snapshots,
+                _ => &self.others,
             }
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -432,9 +478,19 @@ impl Server {
                 .scratch
                 .diff(&sandbox, limit as usize)
                 .map(|changes| verbs::diff(id, &changes)),
-            Verb::Create(_) | Verb::Kill { .. } | Verb::FuseTake | Verb::FuseGive => {
-                Err(io::Error::other("this verb is done elsewhere"))
-            }
+            Verb::Snapshot { sandbox, snapshot } => self
+                .snapshot(&sandbox, &snapshot)
+                .map(|taken| verbs::snapshot_taken(id, taken)),
+            Verb::SnapshotRemove { snapshot } => self
+                .packs
+                .remove(&self.node, &snapshot)
+                .map(|()| verbs::done(id)),
+            Verb::Snapshots => snapshot::list(&self.node).map(|names| verbs::snapshots(id, &names)),
+            Verb::Create(_)
+            | Verb::Kill { .. }
+            | Verb::FuseTake
+            | Verb::FuseGive
+            | Verb::SnapshotPack(_) => Err(io::Error::other("this verb is done elsewhere")),
         };
         result.unwrap_or_else(|error| verbs::error(id, code_of(&error), &error.to_string()))
     }
@@ -455,6 +511,17 @@ impl Server {
                 features: &self.features,
             },
         )
+    }
+
+    fn snapshot(&self, sandbox: &str, name: &str) -> io::Result<snapshot::Taken> {
+        let entry = self.registry.get(sandbox);
+        if entry.is_none_or(|entry| entry.state != State::Live) {
+            return Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("no sandbox {sandbox} runs"),
+            ));
+        }
+        snapshot::take(&self.node, sandbox, name)
     }
 
     fn limit(

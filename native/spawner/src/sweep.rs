@@ -55,6 +55,7 @@ fn remove_all(options: &Options) -> io::Result<()> {
     ] {
         remove(&options.run_dir.join(file))?;
     }
+    remove(&options.state_dir.join("packs"))?;
     remove(&options.state_dir.join("scratch"))
 }
 

@@ -7,6 +7,7 @@ use crate::create::{Created, Spec, MAX_EXTRA_IDS};
 use crate::denials::Denial;
 use crate::layers::is_digest;
 use crate::scratch::Change;
+use crate::snapshot::{is_snapshot_name, Order, Taken};
 
 /// overlayfs takes 500; nobody stacks more than a hundred.
 const MAX_LAYERS: usize = 128;
@@ -17,6 +18,9 @@ const MAX_DIFF: u64 = 100_000;
 const MIN_MEMORY: u64 = 8 << 20;
 const MIN_DISK: u64 = 1 << 20;
 const MIN_PIDS: u64 = 4;
+/// Of what stays out of a layer.
+const MAX_GLOBS: usize = 512;
+const MAX_GLOB: usize = 1024;
 const MAX_HISTORY: u64 = 64 << 20;
 
 #[derive(Debug)]
@@ -51,6 +55,15 @@ pub enum Verb {
         sandbox: String,
         limit: u64,
     },
+    Snapshot {
+        sandbox: String,
+        snapshot: String,
+    },
+    SnapshotPack(Box<Order>),
+    SnapshotRemove {
+        snapshot: String,
+    },
+    Snapshots,
 }
 
 /// What is wrong with a request: the word names the argument.
@@ -68,6 +81,32 @@ fn sandbox(value: &Value) -> Result<String, Bad> {
     } else {
         Err(Bad("sandbox"))
     }
+}
+
+fn snapshot(name: &'static str, value: &Value) -> Result<String, Bad> {
+    let text = argument(name, value.text())?;
+    if is_snapshot_name(&text) {
+        Ok(text)
+    } else {
+        Err(Bad(name))
+    }
+}
+
+fn order(map: &Value) -> Result<Order, Bad> {
+    let number = |name: &'static str| argument(name, map.get(name).unsigned::<u64>());
+    Ok(Order {
+        snapshot: snapshot("snapshot", map.get("snapshot"))?,
+        exclude: list("exclude", map.get("exclude"), MAX_GLOBS, |value| {
+            let glob = argument("exclude", value.text())?;
+            if glob.is_empty() || glob.len() > MAX_GLOB || glob.contains('\0') {
+                return Err(Bad("exclude"));
+            }
+            Ok(glob)
+        })?,
+        max_entries: number("max_entries")?,
+        max_bytes: number("max_bytes")?,
+        max_meta: number("max_meta")?,
+    })
 }
 
 fn digest(name: &'static str, value: &Value) -> Result<String, Bad> {
@@ -151,6 +190,10 @@ fn spec(map: &Value) -> Result<Spec, Bad> {
             argument("disk", map.get("disk").unsigned())?,
             MIN_DISK,
         )?,
+        from: match map.get("from") {
+            Value::Nil => None,
+            value => Some(snapshot("from", value)?),
+        },
         extra_ids,
         history: number_or("history", map.get("history"), 8 << 20)?.min(MAX_HISTORY),
     })
@@ -211,6 +254,15 @@ fn verb(map: &Value) -> Result<Verb, Bad> {
             sandbox: sandbox(map.get("sandbox"))?,
             limit: number_or("limit", map.get("limit"), 10_000)?.min(MAX_DIFF),
         },
+        "snapshot" => Verb::Snapshot {
+            sandbox: sandbox(map.get("sandbox"))?,
+            snapshot: snapshot("snapshot", map.get("snapshot"))?,
+        },
+        "snapshot_pack" => Verb::SnapshotPack(Box::new(order(map)?)),
+        "snapshot_remove" => Verb::SnapshotRemove {
+            snapshot: snapshot("snapshot", map.get("snapshot"))?,
+        },
+        "snapshots" => Verb::Snapshots,
         _ => return Err(Bad("verb")),
     })
 }
@@ -380,6 +432,29 @@ pub fn blobs_aborted() -> Vec<u8> {
         .map(1)
         .text("event")
         .text("blobs_aborted")
+        .finish()
+}
+
+pub fn snapshot_taken(id: u64, taken: Taken) -> Vec<u8> {
+    answer(id, 2)
+        .text("sync_us")
+        .unsigned(taken.sync.as_micros() as u64)
+        .text("freeze_us")
+        .unsigned(taken.frozen.as_micros() as u64)
+        .finish()
+}
+
+pub fn packed(id: u64, report: &str) -> Vec<u8> {
+    answer(id, 1).text("report").text(report).finish()
+}
+
+pub fn snapshots(id: u64, names: &[String]) -> Vec<u8> {
+    names
+        .iter()
+        .fold(
+            answer(id, 1).text("snapshots").array(names.len()),
+            |out, name| out.text(name),
+        )
         .finish()
 }
 

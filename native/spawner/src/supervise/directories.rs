@@ -35,12 +35,13 @@ const RUN_NAMES: [&str; 14] = [
     "up.json",
 ];
 /// Likewise in a state directory.
-const STATE_NAMES: [&str; 7] = [
+const STATE_NAMES: [&str; 8] = [
     "blobfs",
     "dsec.log",
     "images",
     "journal.sqlite",
     "lost+found",
+    "packs",
     "scratch",
     "store.sqlite",
 ];
