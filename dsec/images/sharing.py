@@ -132,7 +132,9 @@ class Sharing:
                     await self._local.adopt(manifest.info(), manifest.project)
                 if not fixed:
                     await self._forget_removed(name)
-                    self._looked[name] = time.monotonic()
+                    # Names that nobody has are asked for again each time: they would only fill the memory.
+                    if self._local.versions(name):
+                        self._looked[name] = time.monotonic()
         except (TimeoutError, Unavailable):
             if not known:
                 raise
