@@ -474,3 +474,15 @@ async def test_a_store_that_may_not_be_written_says_so(tmp_path: Path) -> None:
     async with node(tmp_path / "a", str(tmp_path / "shared")) as a:
         with pytest.raises(Unavailable, match=r"shared"):
             await a.load("x", {"a": b"1"})
+
+
+async def test_a_node_that_knew_an_image_is_told_when_its_data_is_gone(a: Node, b: Node, url: str) -> None:
+    """Metadata and table are still here; without a look at the store the sandbox would start, and read errors."""
+    await a.load("x", {"data": content(30, 1 << 20)})
+    await b.images.pull("x", False, QUIET)
+    await a.images.remove("x", ADMIN)
+    age(url)
+    await a.images.collect_garbage()
+    environment = b.images.resolve("x@1", None, ())
+    with pytest.raises(ImageError, match="no data"):
+        await b.images.ensure(environment)
