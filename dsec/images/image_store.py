@@ -139,14 +139,18 @@ class ImageStore:
         """
         digests = {hex_of(digest) for layer in environment.layers for digest in (layer.digest, layer.blob) if digest is not None}
         with self._pinned(digests):
+            news = False
             if self._sharing is not None:
                 try:
-                    await self._sharing.lease.hold(digests, HOLD_S)
+                    news = await self._sharing.lease.hold(digests, HOLD_S)
                 except (Unavailable, NoCapacity):
                     # Where everything is here, what others do to the store doesn't matter to this sandbox.
                     if not self._puller.here(environment.layers):
                         raise
-            return await self._puller.states(environment.layers)
+            states = await self._puller.states(environment.layers)
+            if news:
+                await self._puller.check_frames(states)
+            return states
 
     def adopt_blob(self, blob: str, file: Path) -> None:
         """Makes ``file``, on the same filesystem, whose every chunk was checked by its table, the whole blob of that digest. Blocks."""
@@ -240,6 +244,8 @@ class ImageStore:
             if self._sharing is not None:
                 await self._sharing.lease.hold(digests)
             await pull(self._puller, info.layers, whole, tell)
+        if self._sharing is not None:
+            await self._sharing.let_go()
         return info
 
     async def stats(self, reference: str) -> ImageReads:

@@ -87,6 +87,15 @@ class Puller:
         content = await asyncio.to_thread(unpack_meta, packed, layer)
         await asyncio.to_thread(self._keep, content, layer.digest)
 
+    async def check_frames(self, states: Sequence[LayerState]) -> None:
+        """Looks whether the store still has what is to be read of layers that aren't whole here: another node may have removed their image
+        before this one needed it. Raises ImageError, Unavailable."""
+        blobs = [state.layer.blob for state in states if state.lazy and state.layer.blob is not None]
+        assert self._shared is not None
+        for blob, found in zip(blobs, await asyncio.gather(*(self._shared.stat(frames_key(blob)) for blob in blobs)), strict=True):
+            if found is None:
+                raise ImageError(f"the shared store has no data for {blob} any more: its image was removed, or is broken")
+
     async def table(self, layer: LayerInfo) -> bytes:
         """The chunk table of a layer with data, on this node when this returns. Raises ImageError, Unavailable."""
         assert layer.blob is not None

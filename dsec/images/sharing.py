@@ -97,10 +97,14 @@ class Sharing:
         async with self._flights.of(manifest_key(entry.info.name, entry.info.version)):
             pushed = await self.publisher.push(entry.info, entry.project, tell)
             await self._local.pushed(pushed)
-        # Its manifest protects it now. Left in the lease, it couldn't be removed elsewhere for a minute.
+        await self.let_go()
+        return pushed
+
+    async def let_go(self) -> None:
+        """After a call that held something: its manifest protects it now, and left in the lease it couldn't be removed elsewhere for a
+        minute."""
         with contextlib.suppress(Unavailable, NoCapacity):
             await self.lease.refresh()
-        return pushed
 
     async def _push_what_is_left(self) -> None:
         """Images whose push broke off, with the process or with the network."""
@@ -133,7 +137,9 @@ class Sharing:
                     await self._local.adopt(manifest.info(), manifest.project)
                 if not fixed:
                     await self._forget_removed(name)
-                    self._looked[name] = time.monotonic()
+                    # Names that nobody has are asked for again each time: they would only fill the memory.
+                    if self._local.versions(name):
+                        self._looked[name] = time.monotonic()
         except (TimeoutError, Unavailable):
             if not known:
                 raise

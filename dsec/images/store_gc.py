@@ -7,6 +7,7 @@ that the next run takes.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -63,10 +64,15 @@ class StoreGc:
         self._catalog = catalog
         self._lease = lease
         self._wall = wall
+        self._one = asyncio.Lock()
 
     async def collect(self, known: Mapping[str, Held]) -> int:
         """Deletes; returns the bytes. Raises Conflict while another gc works, Unavailable, ImageError for a manifest or lease that can't be
         read: then nothing may go."""
+        async with self._one:
+            return await self._collect(known)
+
+    async def _collect(self, known: Mapping[str, Held]) -> int:
         objects = await objects_of(self._blobs)
         named = await self._catalog.held(known)
         old = self._wall() - self.grace_s
@@ -95,7 +101,8 @@ class StoreGc:
         if await self._blobs.put_new(GC_KEY, mine):
             return
         other = await read_condemned(self._blobs, self._wall())
-        if other is not None:
+        # One of our own is from before a crash.
+        if other is not None and other.node != self._lease.node:
             raise Conflict(f"the node {other.node} is collecting garbage in the shared store: try again when it has ended", reason="gc")
         await self._blobs.put(GC_KEY, mine)
 

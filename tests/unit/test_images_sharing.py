@@ -429,3 +429,60 @@ async def test_a_restart_does_not_take_back_the_lease_of_live_sandboxes(tmp_path
         with pytest.raises(Conflict):
             await a.images.remove("x", ADMIN)
     assert made
+
+
+async def test_a_gc_that_breaks_off_leaves_nothing_that_looks_whole(a: Node, b: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.images.store_gc.BATCH", 1)
+    kept = await a.load("kept", {"data": content(20, 1 << 20)})
+    for number in range(3):
+        await a.load(f"gone-{number}", {"data": content(21 + number, 1 << 20)})
+        await a.images.remove(f"gone-{number}", ADMIN)
+    age(url)
+    shared = a.images._sharing
+    assert shared is not None
+    delete, left = shared.blobs.delete, [5]
+
+    async def breaking(keys: Sequence[str]) -> None:
+        if keys != ["gc.json"]:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Unavailable("cut")
+        await delete(keys)
+
+    monkeypatch.setattr(shared.blobs, "delete", breaking)
+    with pytest.raises(Unavailable):
+        await a.images.collect_garbage()
+    monkeypatch.undo()
+    there = layers_in(objects(url))
+    for blob in {key[6:70] for key in there if key.startswith("blobs/")}:
+        assert f"blobs/{blob}.z" in there, "a table without its frames would be taken for a whole blob"
+    found: list[str] = []
+    await a.images.fsck(lambda finding: found.append(f"{finding.where} {finding.problem}"), deep=True, repair=False)
+    assert set(found) == {"store orphan"}
+    # What is half gone is made whole by whoever needs it again, and taken by the next gc otherwise.
+    again = await b.load("again", {"data": content(21, 1 << 20)})
+    await a.images.collect_garbage()
+    assert {key for key in layers_in(objects(url)) if key.endswith(".zst")} == {
+        f"metas/{hex_of(info.layers[0].digest)}.zst" for info in (kept, again)
+    }
+    assert await start_on(a, "again") == [True] and await start_on(b, "again") == [False]
+
+
+async def test_a_store_that_may_not_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "images").write_text("in the way")
+    async with node(tmp_path / "a", str(tmp_path / "shared")) as a:
+        with pytest.raises(Unavailable, match=r"shared"):
+            await a.load("x", {"a": b"1"})
+
+
+async def test_a_node_that_knew_an_image_is_told_when_its_data_is_gone(a: Node, b: Node, url: str) -> None:
+    """Metadata and table are still here; without a look at the store the sandbox would start, and read errors."""
+    await a.load("x", {"data": content(30, 1 << 20)})
+    await b.images.pull("x", False, QUIET)
+    await a.images.remove("x", ADMIN)
+    age(url)
+    await a.images.collect_garbage()
+    environment = b.images.resolve("x@1", None, ())
+    with pytest.raises(ImageError, match="no data"):
+        await b.images.ensure(environment)
