@@ -282,7 +282,7 @@ async def test_a_client_that_goes_away_ends_the_fetching(client: DSecClient, ser
 
     async def stall(request: web.Request) -> web.StreamResponse:
         asked.set()
-        while request.transport is not None and not request.transport.is_closing():
+        while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         gone.set()
         return web.Response()
