@@ -7,6 +7,8 @@ import base64
 import gzip
 import json
 import os
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -148,6 +150,20 @@ async def test_an_image_that_is_known_is_not_fetched_again(images: ImageStore, r
     assert (await pull(images, registry.reference())).layers == first.layers
 
 
+async def test_layers_of_a_registry_are_collapsed_up_to_the_limit(tmp_path: Path, registry: FakeRegistry) -> None:
+    layers = [files({f"f{index}": bytes([index]) * 20_000}) for index in range(5)]
+    registry.add(OciImage.of(layers))
+    store = await Store.open_file(tmp_path / "store.sqlite")
+    images = ImageStore(tmp_path / "images", store, limits=ImportLimits(disk_reserve=0, collapse=2 * len(layers[0]), conversions=1))
+    await images.open()
+    info = await pull(images, registry.reference())
+    assert len(info.layers) == 3
+    blobs = len(registry.asked_for("/blobs/"))
+    assert (await pull(images, registry.reference())).layers == info.layers
+    assert len(registry.asked_for("/blobs/")) == blobs + 1
+    await store.close()
+
+
 async def test_layers_are_fetched_side_by_side_but_not_all_at_once(images: ImageStore, registry: FakeRegistry) -> None:
     made = OciImage.of([files({f"f{index}": b"x"}) for index in range(9)])
     registry.add(made)
@@ -241,6 +257,38 @@ async def test_a_redirect_may_not_leave_http_nor_run_in_circles(images: ImageSto
         registry.instead[path] = away
         with pytest.raises(ImageError, match=why):
             await pull(images, registry.reference())
+
+
+async def test_over_https_only_a_trusted_certificate_counts_and_nothing_leads_down_to_http(
+    images: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=x"]
+    files_of = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")]
+    subprocess.run([*command, *files_of], check=True, capture_output=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "certificate.pem", tmp_path / "key.pem")
+    monkeypatch.setattr(RegistryReference, "is_loopback", False)
+    async with fake_registry.running(tls=tls) as registry, fake_registry.running() as plain:
+        made = image()
+        registry.add(made)
+        with pytest.raises(Unavailable, match="no certificate that is trusted"):
+            await pull(images, registry.reference())
+        assert registry.asked == []
+        trusting = ssl.create_default_context(cafile=str(tmp_path / "certificate.pem"))
+        monkeypatch.setattr("aiohttp.connector._SSL_CONTEXT_VERIFIED", trusting)
+        await pull(images, registry.reference())
+
+        async def down(asked: web.Request) -> web.StreamResponse:
+            raise web.HTTPTemporaryRedirect(f"http://{plain.host}{asked.path}")
+
+        registry.instead["/v2/team/app/manifests/1"] = down
+        with pytest.raises(ImageError, match="nothing is fetched from"):
+            await pull(images, registry.reference())
+        registry.instead.clear()
+        registry.auth, registry.realm = "bearer", f"http://{plain.host}/token"
+        with pytest.raises(ImageError, match="nothing is fetched from"):
+            await pull(images, registry.reference(), login=LOGIN)
+        assert plain.asked == []
 
 
 @pytest.mark.parametrize(
