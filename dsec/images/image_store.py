@@ -131,7 +131,7 @@ class ImageStore:
         """Deletes the blobs that no image, no live sandbox and no import in progress needs; returns their bytes. Partial downloads that
         nobody went on with go, too, uncounted."""
         async with self._collecting:
-            await asyncio.to_thread(self._importer.downloads.sweep)
+            await self._importer.downloads.sweep()
             keep = self._importer.pins.digests() | {digest_of(hex_of(digest)) for digest in self.in_use()}
             conversions = self._catalog.conversions()
             named = list(self._catalog.layers())

@@ -9,6 +9,7 @@ import json
 import os
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from libdsec.registry_login import find_login
 from libdsec.schema import ImageInfo, ImportLine
 from tests.unit import fake_registry
 from tests.unit.fake_registry import BASIC, PASSWORD, TOKEN, USER, FakeRegistry
-from tests.unit.images_archives import OCI_LAYER, OCI_MANIFEST, OciImage, digest, docker_archive, files
+from tests.unit.images_archives import OCI_LAYER, OCI_MANIFEST, OciImage, digest, docker_archive, files, member, tar
 from tests.unit.test_images_import import ADMIN, chunks, request
 
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -551,6 +552,32 @@ async def test_old_downloads_are_swept(images: ImageStore, registry: FakeRegistr
         os.utime(path, (0, 0))
     await images.collect_garbage()
     assert partial(tmp_path) == []
+
+
+async def test_downloads_beyond_the_size_of_an_upload_go_oldest_first(images: ImageStore, registry: FakeRegistry, tmp_path: Path) -> None:
+    made = OciImage.of([files({"f": os.urandom(100_000)}) for _ in range(3)])
+    registry.add(made)
+    registry.cuts = {digest(layer): [50_000 + index, *([0] * registry_module.ATTEMPTS)] for index, layer in enumerate(made.layers)}
+    with pytest.raises(Unavailable):
+        await pull(images, registry.reference())
+    kept = partial(tmp_path)
+    assert len(kept) == 3
+    for path in (tmp_path / "images" / "partial").iterdir():
+        age = path.stat().st_size - 50_000
+        os.utime(path, (time.time() - age * 60, time.time() - age * 60))
+    store = await Store.open_file(tmp_path / "other.sqlite")
+    small = ImageStore(tmp_path / "images", store, limits=ImportLimits(disk_reserve=0, upload=110_000))
+    await small.open()
+    assert partial(tmp_path) == kept[:2]
+    await store.close()
+
+
+async def test_a_layer_that_stands_in_the_manifest_twice_is_fetched_once(images: ImageStore, registry: FakeRegistry) -> None:
+    layer, other = files({"a": b"1"}), tar([member(".wh.a")])
+    made = OciImage.of([layer, other, layer])
+    registry.add(made)
+    await pull(images, registry.reference())
+    assert len(registry.asked_for(digest(layer))) == 1
 
 
 async def test_a_busy_registry_is_asked_again(images: ImageStore, registry: FakeRegistry) -> None:
