@@ -92,7 +92,7 @@ def debian(
     options = {"include": ",".join(package or ()), "mirror": mirror or ""}
     query = "&".join(f"{option}={quote(value, safe=',:/')}" for option, value in options.items() if value)
     source = f"mmdebstrap:{suite}" + (f"?{query}" if query else "")
-    _make(source, lambda client, tell: client.images.import_(source, name=name, progress=tell), as_json=as_json)
+    _make(source, lambda client, tell: client.images.import_(source, name=name, kind="base", progress=tell), as_json=as_json)
 
 
 def _make(source: str, work: Callable[[DSecClient, Callable[[str, int], None]], Awaitable[ImageInfo]], *, as_json: bool) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -47,7 +46,7 @@ class Downloads:
     async def scope(self) -> AsyncGenerator[Download, None]:
         """For one import: what it fetches stays until the scope ends. Fetched layers go when it ends well, and stay for the next attempt
         when it doesn't; what is too old or too much goes now."""
-        await asyncio.to_thread(self.sweep)
+        await self.sweep()
         download = Download(self)
         try:
             yield download
@@ -65,18 +64,28 @@ class Downloads:
         """Keeps the sweep from a file."""
         self._held[name] = self._held.get(name, 0) + 1
 
-    def sweep(self, now: float | None = None) -> None:
-        """Removes downloads that nobody went on with for a day, and the oldest ones beyond the size of one upload. Blocks on the disk."""
-        if not self._directory.is_dir():
-            return
-        now = time.time() if now is None else now
-        found = sorted(((entry.stat().st_mtime, entry) for entry in os.scandir(self._directory)), key=lambda pair: -pair[0])
-        total = 0
-        for modified, entry in found:
-            total += entry.stat().st_size
-            if entry.name not in self._held and (now - modified > KEPT_S or total > self._limits.upload):
-                os.unlink(entry.path)
+    async def sweep(self) -> None:
+        """Removes downloads that nobody went on with for a day, and the oldest ones beyond the size of one upload."""
+        # Found and taken away in one step of the event loop: no import can begin to hold one in between. Only deleting takes its time.
+        doomed = self._doomed(time.time())
+        if doomed:
+            grave = self._blobs.make_workspace()
+            for path in doomed:
+                path.rename(grave / path.name)
+            await to_end(lambda: self._blobs.remove_workspace(grave))
         self._remove_if_empty()
+
+    def _doomed(self, now: float) -> list[Path]:
+        if not self._directory.is_dir():
+            return []
+        found = [(path, path.stat()) for path in self._directory.iterdir()]
+        total = 0
+        doomed = []
+        for path, status in sorted(found, key=lambda pair: -pair[1].st_mtime):
+            total += status.st_size
+            if path.name not in self._held and (now - status.st_mtime > KEPT_S or total > self._limits.upload):
+                doomed.append(path)
+        return doomed
 
     def _remove_if_empty(self) -> None:
         try:

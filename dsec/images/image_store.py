@@ -324,7 +324,7 @@ class ImageStore:
 
     async def _collect_local(self) -> int:
         async with self._collecting:
-            await asyncio.to_thread(self._importer.downloads.sweep)
+            await self._importer.downloads.sweep()
             needed = self._is_needed()
             retired = []
             unneeded = await asyncio.to_thread(self._blobs.unneeded, needed)

@@ -270,10 +270,16 @@ class Registry:
         return Unavailable(f"{self.reference.host} can't be reached: {str(failure) or type(failure).__name__}")
 
     def check_failure(self, failure: Exception) -> None:
-        """Raises PermissionDenied if the failure is our own refusal of an address, ``failure`` itself if trying again can't help."""
+        """Raises PermissionDenied if the failure is our own refusal of an address, Unavailable for a certificate that isn't trusted, and
+        ``failure`` itself where else trying again can't help."""
         for gate in (self._gate, self._other_gate):
             if gate.refused and isinstance(failure, aiohttp.ClientConnectorError):
                 raise PermissionDenied(f"nothing is fetched for {self.reference.name}: {gate.refused[-1]}") from failure
+        if isinstance(failure, aiohttp.ClientSSLError):
+            raise Unavailable(
+                f"{failure.host} has no certificate that is trusted here ({failure}): add its CA to the trust store of the service's "
+                "machine, or ask for plain HTTP (`--insecure-registry`)"
+            ) from failure
         if not isinstance(failure, (_Retry, *_BROKEN)):
             raise failure
 

@@ -146,11 +146,7 @@ class ImageRoutes:
                 return Response(_line(ImportLine(image=made)), media_type="application/x-ndjson")
         source = RegistrySource(reference=reference, credentials=_credentials(body), insecure=body.insecure)
 
-        async def run(rest: AsyncIterator[bytes], tell: Tell) -> ImageInfo:
-            await _drain(rest)
-            return await self._images.import_registry(wanted, source, tell)
-
-        return _ImportResponse(wanted.name, run)
+        return _ImportResponse(wanted.name, lambda _, tell: self._images.import_registry(wanted, source, tell), body_is_read=True)
 
 
 Line = TypeVar("Line", ImportLine, FsckLine)
@@ -202,17 +198,22 @@ async def _cancel_when_gone(receive: Receive, task: asyncio.Task[None]) -> None:
 class _ImportResponse(Response):
     """Answers with lines while the body is still coming in. A client that goes away ends the import."""
 
-    def __init__(self, name: str, work: Callable[[AsyncIterator[bytes], Tell], Awaitable[ImageInfo]]) -> None:
-        """``work`` gets the body and whom to tell; ``name`` is the image's, for the log."""
+    def __init__(
+        self, name: str, work: Callable[[AsyncIterator[bytes], Tell], Awaitable[ImageInfo]], *, body_is_read: bool = False
+    ) -> None:
+        """``work`` gets the body (nothing, if it was read before) and whom to tell; ``name`` is the image's, for the log."""
         super().__init__(media_type="application/x-ndjson")
         self._name = name
         self._work = work
+        self._body_is_read = body_is_read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/x-ndjson")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         lines: asyncio.Queue[ImportLine | None] = asyncio.Queue()
         received = asyncio.Event()
+        if self._body_is_read:
+            received.set()
         importing = asyncio.create_task(self._run(_body(receive, received), lines))
         watching = asyncio.create_task(_watch(receive, received, importing))
         try:

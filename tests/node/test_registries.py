@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from aiohttp import web
 
 from libdsec import DSecClient, DSecContainerRunArgs
 from libdsec.errors import ImageError, ImageNotFound, InvalidArgument, PermissionDenied
-from tests.conftest import Instance, free_port, require_root
+from tests.conftest import Instance, free_port, require_root, start_instance, stop_instance
 from tests.unit.images_archives import ARCHITECTURE, OciImage, files
 
 USER, PASSWORD = "reader", "a pass:word"
@@ -204,6 +205,21 @@ async def test_a_projects_key_may_not_have_the_service_fetch(instance: Instance,
     async with DSecClient(instance.url, key.key) as narrow:
         with pytest.raises(PermissionDenied, match="--allow-registry"):
             await narrow.images.import_("docker://127.0.0.1:1/app", name="narrow:test")
+
+
+async def test_a_projects_key_may_import_from_a_registry_that_the_operator_lists(tmp_path: Path) -> None:
+    with registry(tmp_path / "registry", {}) as host, tempfile.TemporaryDirectory(prefix="dsec-test-") as home:
+        push(tmp_path, image(), f"{host}/app:1")
+        os.chmod(home, 0o755)
+        running = start_instance(Path(home), scratch_mb=1024, extra=("--allow-registry", host))
+        try:
+            async with DSecClient(running.url, running.api_key) as admin:
+                key = await admin.keys.create("narrow")
+            async with DSecClient(running.url, key.key) as narrow:
+                assert (await narrow.images.import_(f"docker://{host}/app:1", name="listed")).version == 1
+        finally:
+            left = stop_instance(running)
+        assert not left, left
 
 
 DOCKERFILE = """

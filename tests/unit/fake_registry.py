@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -117,14 +118,14 @@ class FakeRegistry:
 
 
 @asynccontextmanager
-async def running(host: str = "127.0.0.1") -> AsyncIterator[FakeRegistry]:
+async def running(host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeRegistry]:
     """A registry on a free port of ``host``."""
     registry = FakeRegistry()
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", registry.answer)
     runner = web.AppRunner(application, handle_signals=False, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, host, 0)
+    site = web.TCPSite(runner, host, 0, ssl_context=tls)
     await site.start()
     registry.host = f"{host}:{runner.addresses[0][1]}"
     try:

@@ -383,6 +383,21 @@ def test_a_debian_image_is_asked_for_by_suite_and_packages(service: Service, mon
     assert (asked["source"], asked["name"], asked["kind"]) == ("mmdebstrap:bookworm?include=git,python3", "py", "base")
 
 
+def test_the_password_of_a_registry_never_stands_on_the_command_line(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    async def import_(_: Images, source: str, **more: object) -> ImageInfo:
+        asked.update(source=source, **more)
+        return ImageInfo(name="py", version=1, kind="base", digest="sha256:0", layers=[], config=ImageConfig(), created_at=0, size=5)
+
+    monkeypatch.setattr(Images, "import_", import_)
+    words = ("image", "import", "docker://registry.example/app:1", "--name", "py", "--insecure-registry")
+    assert Ran(*words, "--username", "me", "--password-stdin", stdin=b"a pass:word \n").code == 0
+    assert (asked["source"], asked["credentials"], asked["insecure"]) == ("docker://registry.example/app:1", ("me", "a pass:word "), True)
+    assert Ran(*words).code == 0
+    assert asked["credentials"] is None
+
+
 # -- errors
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import uvicorn
+from aiohttp import web
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
@@ -23,7 +24,8 @@ from dsec.images import ImageStore, ImportLimits
 from dsec.store import Store
 from libdsec import DSecClient
 from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, PermissionDenied
-from tests.unit.images_archives import OciImage, files
+from tests.unit import fake_registry
+from tests.unit.images_archives import OciImage, digest, files
 
 DEADLINE_S = 20.0
 
@@ -250,6 +252,69 @@ async def test_a_client_that_disconnects_while_it_waits_leaves_nothing(tmp_path:
             await reader.readuntil(b"converting")
         writer.close()
         await server.nothing_left()
+
+
+async def test_an_image_of_a_registry_goes_in_with_an_admins_key(client: DSecClient, server: Server, tmp_path: Path) -> None:
+    made = OciImage.of([files({"a": os.urandom(9_000_000)})], run={"Env": ["A=1"]})
+    async with fake_registry.running() as registry:
+        registry.add(made)
+        registry.auth = "bearer"
+        with pytest.raises(PermissionDenied, match="--allow-registry"):
+            await client.images.import_(registry.reference(), name="x")
+        assert registry.asked == []
+        server.admin = True
+        with pytest.raises(PermissionDenied, match="refuses the credentials"):
+            await client.images.import_(registry.reference(), name="x", credentials=("somebody", "wrong"))
+        steps: list[tuple[str, int]] = []
+        login = (fake_registry.USER, fake_registry.PASSWORD)
+        info = await client.images.import_(
+            registry.reference(), name="x", credentials=login, progress=lambda step, size: steps.append((step, size))
+        )
+    assert info.config.env == {"A": "1"}
+    assert {step.split()[0] for step, _ in steps} >= {"asking", "fetching", "converting", "storing"}
+    assert ("fetching" in steps[1][0]) and steps[1][1] > 8_000_000
+
+
+async def test_a_client_that_goes_away_ends_the_fetching(client: DSecClient, server: Server) -> None:
+    server.admin = True
+    made = OciImage.of([files({"a": b"1"})])
+    asked, gone = asyncio.Event(), asyncio.Event()
+
+    async def stall(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        gone.set()
+        return web.Response()
+
+    async with fake_registry.running() as registry:
+        registry.add(made)
+        registry.instead[f"/v2/team/app/blobs/{digest(made.layers[0])}"] = stall
+        importing = asyncio.create_task(client.images.import_(registry.reference(), name="x"))
+        async with asyncio.timeout(DEADLINE_S):
+            await asked.wait()
+            importing.cancel()
+            await gone.wait()
+    await server.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"source": "docker://python:3.11", "name": "x"}, "source"),
+        ({"source": "docker://127.0.0.1:1/a", "name": "x y"}, "name"),
+        ({"source": "docker://127.0.0.1:1/a", "name": "x", "username": "u"}, "password"),
+        ({"source": "docker://127.0.0.1:1/a", "name": "x", "username": "u\r\n", "password": "p"}, "username"),
+        ({"source": "docker://127.0.0.1:1/a", "name": "x", "username": "u:v", "password": "p"}, "username"),
+        ({"source": "docker://127.0.0.1:1/a", "name": "x", "kind": "other"}, None),
+        ({"source": "docker://127.0.0.1:1/a", "name": "x", "more": 1}, None),
+    ],
+)
+async def test_a_malformed_request_for_a_registry_is_refused(server: Server, body: dict[str, object], field: str | None) -> None:
+    server.admin = True
+    async with aiohttp.ClientSession() as session, session.post(f"{server.url}/v1/images/from-registry", json=body) as response:
+        assert response.status == 400
+        assert (await response.json())["error"].get("field") == field
 
 
 async def test_a_debian_is_streamed_from_mmdebstrap(client: DSecClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ import base64
 import gzip
 import json
 import os
+import ssl
+import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -27,7 +30,7 @@ from libdsec.registry_login import find_login
 from libdsec.schema import ImageInfo, ImportLine
 from tests.unit import fake_registry
 from tests.unit.fake_registry import BASIC, PASSWORD, TOKEN, USER, FakeRegistry
-from tests.unit.images_archives import OCI_LAYER, OCI_MANIFEST, OciImage, digest, docker_archive, files
+from tests.unit.images_archives import OCI_LAYER, OCI_MANIFEST, OciImage, digest, docker_archive, files, member, tar
 from tests.unit.test_images_import import ADMIN, chunks, request
 
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
@@ -148,6 +151,20 @@ async def test_an_image_that_is_known_is_not_fetched_again(images: ImageStore, r
     assert (await pull(images, registry.reference())).layers == first.layers
 
 
+async def test_layers_of_a_registry_are_collapsed_up_to_the_limit(tmp_path: Path, registry: FakeRegistry) -> None:
+    layers = [files({f"f{index}": bytes([index]) * 20_000}) for index in range(5)]
+    registry.add(OciImage.of(layers))
+    store = await Store.open_file(tmp_path / "store.sqlite")
+    images = ImageStore(tmp_path / "images", store, limits=ImportLimits(disk_reserve=0, collapse=2 * len(layers[0]), conversions=1))
+    await images.open()
+    info = await pull(images, registry.reference())
+    assert len(info.layers) == 3
+    blobs = len(registry.asked_for("/blobs/"))
+    assert (await pull(images, registry.reference())).layers == info.layers
+    assert len(registry.asked_for("/blobs/")) == blobs + 1
+    await store.close()
+
+
 async def test_layers_are_fetched_side_by_side_but_not_all_at_once(images: ImageStore, registry: FakeRegistry) -> None:
     made = OciImage.of([files({f"f{index}": b"x"}) for index in range(9)])
     registry.add(made)
@@ -241,6 +258,38 @@ async def test_a_redirect_may_not_leave_http_nor_run_in_circles(images: ImageSto
         registry.instead[path] = away
         with pytest.raises(ImageError, match=why):
             await pull(images, registry.reference())
+
+
+async def test_over_https_only_a_trusted_certificate_counts_and_nothing_leads_down_to_http(
+    images: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=x"]
+    files_of = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")]
+    subprocess.run([*command, *files_of], check=True, capture_output=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "certificate.pem", tmp_path / "key.pem")
+    monkeypatch.setattr(RegistryReference, "is_loopback", False)
+    async with fake_registry.running(tls=tls) as registry, fake_registry.running() as plain:
+        made = image()
+        registry.add(made)
+        with pytest.raises(Unavailable, match="no certificate that is trusted"):
+            await pull(images, registry.reference())
+        assert registry.asked == []
+        trusting = ssl.create_default_context(cafile=str(tmp_path / "certificate.pem"))
+        monkeypatch.setattr("aiohttp.connector._SSL_CONTEXT_VERIFIED", trusting)
+        await pull(images, registry.reference())
+
+        async def down(asked: web.Request) -> web.StreamResponse:
+            raise web.HTTPTemporaryRedirect(f"http://{plain.host}{asked.path}")
+
+        registry.instead["/v2/team/app/manifests/1"] = down
+        with pytest.raises(ImageError, match="nothing is fetched from"):
+            await pull(images, registry.reference())
+        registry.instead.clear()
+        registry.auth, registry.realm = "bearer", f"http://{plain.host}/token"
+        with pytest.raises(ImageError, match="nothing is fetched from"):
+            await pull(images, registry.reference(), login=LOGIN)
+        assert plain.asked == []
 
 
 @pytest.mark.parametrize(
@@ -503,6 +552,32 @@ async def test_old_downloads_are_swept(images: ImageStore, registry: FakeRegistr
         os.utime(path, (0, 0))
     await images.collect_garbage()
     assert partial(tmp_path) == []
+
+
+async def test_downloads_beyond_the_size_of_an_upload_go_oldest_first(images: ImageStore, registry: FakeRegistry, tmp_path: Path) -> None:
+    made = OciImage.of([files({"f": os.urandom(100_000)}) for _ in range(3)])
+    registry.add(made)
+    registry.cuts = {digest(layer): [50_000 + index, *([0] * registry_module.ATTEMPTS)] for index, layer in enumerate(made.layers)}
+    with pytest.raises(Unavailable):
+        await pull(images, registry.reference())
+    kept = partial(tmp_path)
+    assert len(kept) == 3
+    for path in (tmp_path / "images" / "partial").iterdir():
+        age = path.stat().st_size - 50_000
+        os.utime(path, (time.time() - age * 60, time.time() - age * 60))
+    store = await Store.open_file(tmp_path / "other.sqlite")
+    small = ImageStore(tmp_path / "images", store, limits=ImportLimits(disk_reserve=0, upload=110_000))
+    await small.open()
+    assert partial(tmp_path) == kept[:2]
+    await store.close()
+
+
+async def test_a_layer_that_stands_in_the_manifest_twice_is_fetched_once(images: ImageStore, registry: FakeRegistry) -> None:
+    layer, other = files({"a": b"1"}), tar([member(".wh.a")])
+    made = OciImage.of([layer, other, layer])
+    registry.add(made)
+    await pull(images, registry.reference())
+    assert len(registry.asked_for(digest(layer))) == 1
 
 
 async def test_a_busy_registry_is_asked_again(images: ImageStore, registry: FakeRegistry) -> None:
