@@ -76,27 +76,28 @@ class Forks:
 
 def child_args(record: Record, request: ForkRequest) -> RunArgs:
     """The arguments of a sandbox like that of ``record``, changed as the request says. Pure."""
-    args = DSecContainerRunArgs(
-        container_image=record.image,
-        workspace=record.workspace,
-        toolkits=record.toolkits,
-        memory_limit_mb=record.memory_mb,
-        cpu_cores_limit=record.cpu_cores,
-        disk_limit_mb=record.disk_mb,
-        pids_limit=record.pids,
-        ttl_running_stop=record.ttl_idle,
-        ttl_total=record.ttl_total,
-        network="none" if record.network == "none" else "aether",
-        network_rules=record.network_rules,
-        init_user=record.init_user,
-        workdir=record.workdir,
-        env={**record.env, **(request.env or {})},
-        labels=record.labels,
-        cpu_class="latency_sensitive" if record.cpu_class == "latency_sensitive" else "best_effort",
-        no_new_privs=record.no_new_privs,
-        keep_on_failure=record.keep_on_failure,
-        idempotency_key=request.idempotency_key,
-    )
+    inherited = {
+        "backend": record.backend,
+        "container_image": record.image,
+        "workspace": record.workspace,
+        "toolkits": record.toolkits,
+        "memory_limit_mb": record.memory_mb,
+        "cpu_cores_limit": record.cpu_cores,
+        "disk_limit_mb": record.disk_mb,
+        "pids_limit": record.pids,
+        "ttl_running_stop": record.ttl_idle,
+        "ttl_total": record.ttl_total,
+        "network": record.network,
+        "network_rules": record.network_rules,
+        "init_user": record.init_user,
+        "workdir": record.workdir,
+        "env": {**record.env, **(request.env or {})},
+        "labels": record.labels,
+        "cpu_class": record.cpu_class,
+        "no_new_privs": record.no_new_privs,
+        "keep_on_failure": record.keep_on_failure,
+        "idempotency_key": request.idempotency_key,
+    }
     overrides = {
         "memory_limit_mb": request.memory_limit_mb,
         "cpu_cores_limit": request.cpu_cores_limit,
@@ -106,4 +107,5 @@ def child_args(record: Record, request: ForkRequest) -> RunArgs:
         "ttl_total": request.ttl_total,
         "labels": request.labels,
     }
-    return msgspec.structs.replace(args, **{name: value for name, value in overrides.items() if value is not None})
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return msgspec.convert({**inherited, **given}, DSecContainerRunArgs)

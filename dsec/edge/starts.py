@@ -29,7 +29,7 @@ from dsec.edge.sandbox import Sandbox, refusal
 from dsec.edge.slots import StartSlots
 from dsec.edge.spawner import SandboxSpec, SpawnerError, SpawnerLost
 from dsec.images import Environment
-from libdsec.errors import Conflict, DeadlineExceeded, DSecError, NoCapacity, Unavailable
+from libdsec.errors import Conflict, DeadlineExceeded, DSecError, ImageNotFound, NoCapacity, Unavailable
 from libdsec.schema import MB, RunArgs
 
 _log = structlog.get_logger("dsec.edge")
@@ -152,6 +152,9 @@ class Starts:
                 message = f"no sandbox can start on this node now: {refused.message}"
                 raise NoCapacity(message, reason=refused.reason, retry_after=refused.retry_after)
             environment = self._images.resolve(args.container_image, args.workspace, args.toolkits)
+            if environment.owners - {project}:
+                # As if it weren't there: a project learns nothing of another one's.
+                raise ImageNotFound(f"there is no image {args.container_image!r} in this project", field="container_image")
             facts = inventory.facts
             limits = clamp(args, NodeSize(cores=facts.cores, memory=facts.memory, scratch=facts.scratch))
             record = self._new_record(project, args, fingerprint, environment, limits)

@@ -85,6 +85,8 @@ class Sweep:
             await self._agents.connect(sandbox)
             if record.state == "creating":
                 await self._agents.make_workdir(sandbox)
+                if record.forked_from is not None:
+                    await self._agents.renew_machine_id(sandbox)
                 record.started_at = self._inventory.clock.wall()
                 sandbox.become("running", "adopt", record.started_at)
                 await self._inventory.journal.update(record)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dsec.images.catalog import Catalog
+from dsec.images.catalog import Catalog, Entry
 from dsec.images.names import exact, parse_reference
 from libdsec.errors import ImageError, ImageNotFound, InvalidArgument
-from libdsec.schema import ImageConfig, ImageInfo, LayerInfo
+from libdsec.schema import ImageConfig, LayerInfo
 
 LOWER_LAYERS_MAX = 500
 """The most that overlayfs stacks."""
@@ -28,6 +28,8 @@ class Environment(msgspec.Struct, kw_only=True, frozen=True):
     """Exact, with the version; so are the other two."""
     workspace: str | None
     toolkits: tuple[str, ...]
+    owners: frozenset[str] = frozenset()
+    """Projects whose sandboxes parts of it were packed from: what was written in a sandbox is seen in its own project only."""
 
 
 def compose(catalog: Catalog, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment:
@@ -36,7 +38,8 @@ def compose(catalog: Catalog, image: str, workspace: str | None, toolkits: Seque
     base = _find(catalog, image, "base", "container_image")
     upper = [] if workspace is None else [_find(catalog, workspace, "workspace", "workspace")]
     tools = [_find(catalog, toolkit, "toolkit", "toolkits") for toolkit in toolkits]
-    stack = [base, *upper, *tools]
+    entries = [base, *upper, *tools]
+    stack = [entry.info for entry in entries]
     layers = tuple(layer for info in reversed(stack) for layer in reversed(info.layers))
     if len(layers) > LOWER_LAYERS_MAX:
         raise ImageError(f"{len(layers)} layers together, overlayfs takes {LOWER_LAYERS_MAX}")
@@ -46,17 +49,22 @@ def compose(catalog: Catalog, image: str, workspace: str | None, toolkits: Seque
     env = {name: value for info in stack for name, value in info.config.env.items()}
     return Environment(
         layers=layers,
-        config=msgspec.structs.replace(base.config, env=env),
-        image=exact(base.name, base.version),
-        workspace=exact(upper[0].name, upper[0].version) if upper else None,
-        toolkits=tuple(exact(tool.name, tool.version) for tool in tools),
+        config=msgspec.structs.replace(base.info.config, env=env),
+        image=_exact(base),
+        workspace=_exact(upper[0]) if upper else None,
+        toolkits=tuple(map(_exact, tools)),
+        owners=frozenset(entry.project for entry in entries if any(layer.diff for layer in entry.info.layers)),
     )
 
 
-def _find(catalog: Catalog, text: str, kind: str, field: str) -> ImageInfo:
+def _exact(entry: Entry) -> str:
+    return exact(entry.info.name, entry.info.version)
+
+
+def _find(catalog: Catalog, text: str, kind: str, field: str) -> Entry:
     entry = catalog.find(parse_reference(text))
     if entry is None:
         raise ImageNotFound(f"there is no image {text!r}: import it, or see what there is with `dsec image list`", field=field)
     if entry.info.kind != kind:
         raise InvalidArgument(f"{text!r} is a {entry.info.kind}, where a {kind} is needed", field=field)
-    return entry.info
+    return entry

@@ -251,6 +251,8 @@ class Node:
         self.fail_create: list[SpawnerError] = []
         self.fail_snapshot: list[SpawnerError] = []
         self.snapshots: list[str] = []
+        self.files: dict[bytes, bytes] = {}
+        """What a new sandbox has."""
         self.fail_kill: list[SpawnerError] = []
         self.directories: set[bytes] = set()
         self.oom: dict[str, int] = {}
@@ -339,6 +341,7 @@ class FakeSpawner:
             await node.gate.wait()
         made = node.make(spec.sandbox)
         node.specs[spec.sandbox] = spec
+        node.agents[made.socket].files |= node.files
         return Spawned(pid=made.pid, slot=made.slot, socket=made.socket)
 
     async def kill(self, sandbox: str, *, keep_scratch: bool = False) -> KillFigures:
@@ -388,9 +391,10 @@ class Images:
     async def locate(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> None: ...
 
     def resolve(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment:
-        if image not in self.known:
+        name = image.partition("@")[0]
+        if name not in self.known:
             raise ImageNotFound(f"there is no image {image!r}")
-        return self.known[image]
+        return self.known[name]
 
     async def ensure(self, environment: Environment) -> list[LayerState]:
         """All of it is whole on the node."""

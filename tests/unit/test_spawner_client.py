@@ -12,7 +12,19 @@ import msgspec
 import pytest
 
 from dsec.edge import verbs
-from dsec.edge.spawner import Denial, KernelSandbox, KillFigures, NodeFacts, SandboxSpec, Spawned, Spawner, SpawnerError, SpawnerLost
+from dsec.edge.spawner import (
+    Denial,
+    KernelSandbox,
+    KillFigures,
+    NodeFacts,
+    PackOrder,
+    SandboxSpec,
+    Spawned,
+    Spawner,
+    SpawnerError,
+    SpawnerLost,
+    Taken,
+)
 
 DEADLINE_S = 10
 
@@ -133,9 +145,33 @@ async def answered(call: Awaitable[object], fake: FakeSpawner, result: Map) -> t
         (
             lambda s: s.create(SPEC),
             {"pid": 7, "slot": 3, "socket": "/r/c/3", "timings": {"overlay": 120}},
-            {"verb": "create", **msgspec.structs.asdict(SPEC)},
+            {"verb": "create", **{name: value for name, value in msgspec.structs.asdict(SPEC).items() if name != "origin"}},
             Spawned(pid=7, slot=3, socket="/r/c/3", timings={"overlay": 120}),
         ),
+        (
+            lambda s: s.create(msgspec.structs.replace(SPEC, origin="sn-e1-abc")),
+            {"pid": 7, "slot": 3, "socket": "/r/c/3", "timings": {}},
+            {
+                "verb": "create",
+                **{name: value for name, value in msgspec.structs.asdict(SPEC).items() if name != "origin"},
+                "from": "sn-e1-abc",
+            },
+            Spawned(pid=7, slot=3, socket="/r/c/3"),
+        ),
+        (
+            lambda s: s.snapshot("sb-1", "sn-e1-abc"),
+            {"sync_us": 5, "freeze_us": 6},
+            {"verb": "snapshot", "sandbox": "sb-1", "snapshot": "sn-e1-abc"},
+            Taken(sync_us=5, freeze_us=6),
+        ),
+        (
+            lambda s: s.snapshot_pack(PackOrder(snapshot="sn-e1-abc", exclude=("/x",), max_entries=1, max_bytes=2, max_meta=3)),
+            {"report": "{}"},
+            {"verb": "snapshot_pack", "snapshot": "sn-e1-abc", "exclude": ["/x"], "max_entries": 1, "max_bytes": 2, "max_meta": 3},
+            "{}",
+        ),
+        (lambda s: s.snapshot_remove("sn-e1-abc"), {}, {"verb": "snapshot_remove", "snapshot": "sn-e1-abc"}, None),
+        (lambda s: s.snapshots(), {"snapshots": ["sn-e1-abc"]}, {"verb": "snapshots"}, ["sn-e1-abc"]),
         (
             lambda s: s.kill("sb-1", keep_scratch=True),
             {"cpu_us": 5, "memory_peak": 6, "oom_kills": 1, "disk": 8},

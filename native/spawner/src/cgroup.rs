@@ -434,8 +434,10 @@ impl Drop for Frozen {
     fn drop(&mut self) {
         match sysapi::write_at(self.group.as_raw_fd(), c"cgroup.freeze", b"0") {
             Ok(()) => {}
-            // Its sandbox was ended meanwhile.
-            Err(error) if error.raw_os_error() == Some(libc::ENODEV) => {}
+            // Its sandbox was ended meanwhile, and its group is gone or on its way.
+            Err(error)
+                if error.kind() == io::ErrorKind::NotFound
+                    || error.raw_os_error() == Some(libc::ENODEV) => {}
             // Nothing may stay frozen: the next spawner lets go of what it finds so.
             Err(error) => {
                 eprintln!("dsec-spawner: thawing: {error}; starting anew");

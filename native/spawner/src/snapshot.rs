@@ -141,9 +141,13 @@ impl Packs {
         place: &Place,
     ) -> Result<String, Refused> {
         let (reading, writing) = sysapi::pipe()?;
-        let child = start(node, order, top, place, &writing)?;
+        let mut child = start(node, order, top, place, &writing)?;
         drop(writing);
-        let pidfd = Arc::new(sysapi::pidfd_open(child.id() as i32)?);
+        let opened = sysapi::pidfd_open(child.id() as i32).inspect_err(|_| {
+            let _ = child.kill();
+            let _ = child.wait();
+        });
+        let pidfd = Arc::new(opened?);
         self.running().insert(order.snapshot.clone(), pidfd.clone());
         let outcome = collect(child, reading, &pidfd);
         self.running().remove(&order.snapshot);
