@@ -312,9 +312,22 @@ def test_without_blobfs_for_half_a_minute_readers_are_let_go(node: Node, parts: 
     assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
 
 
-def test_when_spawner_and_blobfs_die_together_readers_fail_and_the_next_ones_begin_anew(
-    node: Node, parts: tuple[Connection, Connection]
-) -> None:
+def test_reads_wait_for_the_next_ones_when_spawner_and_blobfs_die_together(node: Node, parts: tuple[Connection, Connection]) -> None:
+    layer = mounted(node, parts, {"noise": noise(MB)})
+    node.fetcher.gate.clear()
+    reader = in_thread(node.lazy(layer, "noise").read_bytes)
+    eventually(lambda: node.fetcher.requests, "a read under way")
+    node.kill(node.spawner_process)
+    node.kill(node.blobfs_process)
+    time.sleep(0.5)
+    assert not reader.done()
+    node.fetcher.gate.set()
+    node.start_spawner()
+    node.start_blobfs()
+    assert reader.result(30) == layer.files["noise"]
+
+
+def test_readers_are_let_go_when_no_spawner_comes_back(node: Node, parts: tuple[Connection, Connection]) -> None:
     layer = mounted(node, parts, {"noise": noise(MB)})
     node.fetcher.gate.clear()
     reader = in_thread(node.lazy(layer, "noise").read_bytes)
@@ -322,11 +335,11 @@ def test_when_spawner_and_blobfs_die_together_readers_fail_and_the_next_ones_beg
     node.kill(node.spawner_process)
     node.kill(node.blobfs_process)
     with pytest.raises(OSError) as raised:
-        reader.result(10)
+        reader.result(45)
     assert raised.value.errno == errno.EIO
+    # The next ones begin anew.
     node.fetcher.gate.set()
-    spawner = node.start_spawner()
-    node.mount(layer, spawner, node.start_blobfs())
+    node.mount(layer, node.start_spawner(), node.start_blobfs())
     assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
 
 
