@@ -10,6 +10,7 @@ import mmap
 import os
 import random
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.conftest import require_root
@@ -308,6 +310,50 @@ def test_without_blobfs_for_half_a_minute_readers_are_let_go(node: Node, parts: 
     blobfs = node.start_blobfs()
     node.mount(layer, spawner, blobfs)
     assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
+
+
+def test_reads_wait_for_the_next_ones_when_spawner_and_blobfs_die_together(node: Node, parts: tuple[Connection, Connection]) -> None:
+    layer = mounted(node, parts, {"noise": noise(MB)})
+    node.fetcher.gate.clear()
+    reader = in_thread(node.lazy(layer, "noise").read_bytes)
+    eventually(lambda: node.fetcher.requests, "a read under way")
+    node.kill(node.spawner_process)
+    node.kill(node.blobfs_process)
+    time.sleep(0.5)
+    assert not reader.done()
+    node.fetcher.gate.set()
+    node.start_spawner()
+    node.start_blobfs()
+    assert reader.result(30) == layer.files["noise"]
+
+
+def test_readers_are_let_go_when_no_spawner_comes_back(node: Node, parts: tuple[Connection, Connection]) -> None:
+    layer = mounted(node, parts, {"noise": noise(MB)})
+    node.fetcher.gate.clear()
+    reader = in_thread(node.lazy(layer, "noise").read_bytes)
+    eventually(lambda: node.fetcher.requests, "a read under way")
+    node.kill(node.spawner_process)
+    node.kill(node.blobfs_process)
+    with pytest.raises(OSError) as raised:
+        reader.result(45)
+    assert raised.value.errno == errno.EIO
+    # The next ones begin anew.
+    node.fetcher.gate.set()
+    node.mount(layer, node.start_spawner(), node.start_blobfs())
+    assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
+
+
+def test_the_connection_is_given_to_one_and_taken_from_nobody_else(node: Node, parts: tuple[Connection, Connection]) -> None:
+    spawner, _ = parts
+    assert spawner.ask("fuse_take")["error"]["code"] == "conflict"
+    assert spawner.ask("fuse_give")["error"]["code"] == "invalid_argument"
+    with socket.socket(socket.AF_UNIX) as stranger, open("/dev/null", "rb") as null, open("/dev/fuse", "r+b", buffering=0) as other:
+        stranger.connect(str(node.run / "spawner.sock"))
+        for file in (null, other):
+            body = msgspec.msgpack.encode({"id": 1, "verb": "fuse_give"})
+            socket.send_fds(stranger, [len(body).to_bytes(4, "big") + body], [file.fileno()])
+            size = int.from_bytes(stranger.recv(4, socket.MSG_WAITALL), "big")
+            assert "error" in msgspec.msgpack.decode(stranger.recv(size, socket.MSG_WAITALL))
 
 
 def test_nothing_is_mounted_where_no_blobfs_is(node: Node) -> None:

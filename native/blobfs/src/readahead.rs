@@ -13,6 +13,8 @@ struct Stream {
     at: u32,
     /// Chunks to have ahead; 0 until it has gone on from one chunk to the next.
     ahead: u32,
+    /// The end of what was named for it: nothing is named twice.
+    named: u32,
 }
 
 /// The readers of one blob, the most recent one last.
@@ -20,7 +22,8 @@ struct Stream {
 pub struct Readers(Vec<Stream>);
 
 impl Readers {
-    /// A read of these chunks; returns those that its reader will want next (they may lie behind the blob's end).
+    /// A read of these chunks; returns those that its reader will want next, as far as they weren't named before (they may lie behind the blob's
+    /// end).
     pub fn reads(&mut self, first: u32, last: u32) -> Range<u32> {
         let known = self
             .0
@@ -31,22 +34,21 @@ impl Readers {
             None => Stream {
                 at: first,
                 ahead: 0,
+                named: 0,
             },
         };
-        let went_on = last > stream.at;
-        if went_on {
+        let mut next = 0..0;
+        if last > stream.at {
             stream.ahead = (2 * stream.ahead).clamp(1, MOST_AHEAD);
             stream.at = last;
+            next = stream.named.max(last + 1)..last + 1 + stream.ahead;
+            stream.named = next.end;
         }
         if self.0.len() == STREAMS {
             self.0.remove(0);
         }
         self.0.push(stream);
-        if went_on {
-            last + 1..last + 1 + stream.ahead
-        } else {
-            0..0
-        }
+        next
     }
 }
 
@@ -66,7 +68,7 @@ mod tests {
         for chunk in 15..30 {
             readers.reads(chunk, chunk);
         }
-        assert_eq!(readers.reads(30, 30), 31..31 + MOST_AHEAD);
+        assert_eq!(readers.reads(30, 30), 30 + MOST_AHEAD..31 + MOST_AHEAD);
     }
 
     #[test]

@@ -3,16 +3,15 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::keeper::{Keeper, GRACE};
 use crate::layers::{BlobMount, Layers, FUSE_MAJOR, FUSE_MINOR};
 use crate::sysapi;
 
-/// How long reads wait for another blobfs before they get EIO.
-const GRACE: Duration = Duration::from_secs(30);
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// How long a layer that is to be mounted waits for a blobfs.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -30,10 +29,13 @@ struct State {
     /// Since when nobody has.
     alone_since: Instant,
     was_taken: bool,
+    /// Whether the keeper holds it too.
+    is_kept: bool,
 }
 
 pub struct Fuse {
     layers: Layers,
+    keeper: Keeper,
     state: Mutex<State>,
     /// `holder` has changed.
     changed: Condvar,
@@ -50,13 +52,18 @@ fn refusal(kind: io::ErrorKind, message: &str) -> io::Error {
 }
 
 impl Fuse {
-    /// Finds what an earlier spawner mounted.
-    pub fn open(layers: Layers) -> io::Result<Self> {
+    /// Finds what an earlier spawner mounted. `held`: the connection that the keeper has.
+    pub fn open(layers: Layers, keeper: Keeper, held: Option<OwnedFd>) -> io::Result<Self> {
         let (root, number) = layers.find_blobs()?.unzip();
+        let held = held
+            .map(File::from)
+            .filter(|held| number.is_some() && is_of(held, number));
         Ok(Fuse {
             layers,
+            keeper,
             state: Mutex::new(State {
-                connection: None,
+                is_kept: held.is_some(),
+                connection: held.map(|held| Arc::new(held.into())),
                 root: root.map(Arc::new),
                 number,
                 holder: None,
@@ -97,6 +104,7 @@ impl Fuse {
             state.root = Some(Arc::new(root));
             state.number = self.layers.find_blobs()?.map(|(_, number)| number);
             state.was_taken = false;
+            state.is_kept = false;
         }
         let connection = state.connection.clone();
         let connection = connection.ok_or_else(|| io::Error::other("no connection"))?;
@@ -118,8 +126,7 @@ impl Fuse {
             ));
         }
         let mut state = self.wait(false, HANDOVER);
-        let theirs = connection_of(&descriptor);
-        let is_ours = state.number.is_some() && (theirs.is_none() || theirs == state.number);
+        let is_ours = state.number.is_some() && is_of(&descriptor, state.number);
         if state.holder.is_some() || !is_ours {
             return Err(refusal(
                 io::ErrorKind::AlreadyExists,
@@ -146,7 +153,11 @@ impl Fuse {
 
     /// The file that blobfs shows under this digest. Waits for a blobfs, and for its answer: not longer than [`PATIENCE`] and [`GRACE`].
     pub fn file(&self, digest: &str) -> io::Result<File> {
-        let state = self.wait(true, PATIENCE);
+        let mut state = self.wait(true, PATIENCE);
+        if let (Some(connection), false) = (&state.connection, state.is_kept) {
+            self.keeper.keep(connection.as_fd())?;
+            state.is_kept = true;
+        }
         let root = state.root.clone().filter(|_| state.holder.is_some());
         drop(state);
         let root = root.ok_or_else(|| {
@@ -195,7 +206,13 @@ impl Fuse {
     }
 }
 
-/// The number of a descriptor's connection, where the kernel shows it (from Linux 6.16 on).
+/// Whether a descriptor is of this connection, as far as the kernel shows it.
+fn is_of(descriptor: &File, number: Option<u32>) -> bool {
+    let found = connection_of(descriptor);
+    found.is_none() || found == number
+}
+
+/// The number of a descriptor's connection; older kernels don't show it.
 fn connection_of(descriptor: &File) -> Option<u32> {
     let path = format!("/proc/thread-self/fdinfo/{}", descriptor.as_raw_fd());
     let info = std::fs::read_to_string(path).ok()?;

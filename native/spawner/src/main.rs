@@ -9,6 +9,7 @@ mod denials;
 mod doctor;
 mod endings;
 mod fuse;
+mod keeper;
 mod kill;
 mod layers;
 mod node;
@@ -41,6 +42,7 @@ fn main() {
         Command::Serve => server::run(&options)
             .map(|()| 0)
             .map_err(|error| error.to_string()),
+        Command::Keep => keeper::run(),
         Command::Sweep => sweep::run(&options),
         Command::Supervise => supervise::run(&options),
         Command::Doctor => doctor::run(&options),

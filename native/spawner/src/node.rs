@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use crate::cgroup::Cgroups;
 use crate::child::MASKS;
 use crate::fuse::Fuse;
+use crate::keeper::{self, Keeper};
 use crate::layers::{self, Data, Layers};
 use crate::options::Options;
 use crate::scratch::{self, Scratch};
@@ -141,7 +142,15 @@ impl Node {
             )
         })?;
         let cgroups = named("control groups", Cgroups::open(&options.cgroup))?;
-        let fuse = named("the blobs' filesystem", Fuse::open(layers.clone()))?;
+        let null = File::options().read(true).write(true).open("/dev/null")?;
+        let (keeper, held) = named(
+            "the keeper of blobs",
+            Keeper::open(&keeper::socket(options), null.try_clone()?),
+        )?;
+        let fuse = named(
+            "the blobs' filesystem",
+            Fuse::open(layers.clone(), keeper, held),
+        )?;
         Ok(Node {
             cgroups,
             scratch: named(
@@ -154,7 +163,7 @@ impl Node {
             chronus,
             mklayer,
             packs: open_directory(&options.state_dir.join("packs"))?,
-            null: File::options().read(true).write(true).open("/dev/null")?,
+            null,
             uid_base: options.uid_base,
             service_uid: options.service_uid,
             cores: std::thread::available_parallelism()?.get(),

@@ -55,6 +55,8 @@ dsec-spawner: every privileged act of the service, behind one socket
 pub enum Command {
     Serve,
     Supervise,
+    /// Started by the daemon itself.
+    Keep,
     Sweep,
     Doctor,
     Help,
@@ -192,6 +194,7 @@ fn command(word: &OsStr) -> Result<Command, String> {
     match word.to_str() {
         Some("serve") => Ok(Command::Serve),
         Some("supervise") => Ok(Command::Supervise),
+        Some("keep") => Ok(Command::Keep),
         Some("sweep") => Ok(Command::Sweep),
         Some("doctor") => Ok(Command::Doctor),
         Some("help" | "--help" | "-h") => Ok(Command::Help),

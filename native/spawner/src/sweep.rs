@@ -32,6 +32,7 @@ fn remove_all(options: &Options) -> io::Result<()> {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
+    crate::keeper::end(&crate::keeper::socket(options))?;
     end_sandboxes(options)?;
     cgroup::remove_roots(&options.cgroup)?;
     release_mounts(options)?;
@@ -50,6 +51,7 @@ fn remove_all(options: &Options) -> io::Result<()> {
         "spawner.sock",
         "blobfs.sock",
         "fetch.sock",
+        "keep.sock",
         "layers.ns",
         "ready",
     ] {

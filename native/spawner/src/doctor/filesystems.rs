@@ -48,7 +48,7 @@ const LOOP: Feature = Feature {
 };
 const FUSE: Feature = Feature {
     name: "FUSE",
-    cost: "nothing yet: images of this version are complete before they are used; fetching on demand is to need it",
+    cost: "layers can't be loaded on demand: a blob has to be here whole before a sandbox starts from it",
     todo: "a kernel with FUSE_FS (modprobe fuse)",
 };
 

@@ -18,13 +18,14 @@ const RUN_MODE: u32 = 0o1775;
 const STATE_MODE: u32 = 0o1770;
 
 /// Names in a run directory that a run of ours leaves behind, or that `dsec up` writes before it starts us.
-const RUN_NAMES: [&str; 14] = [
+const RUN_NAMES: [&str; 15] = [
     "app",
     "bin",
     "blobfs.sock",
     "c",
     "client.json",
     "fetch.sock",
+    "keep.sock",
     "layers.ns",
     "lock",
     "meta",
