@@ -530,6 +530,8 @@ def test_a_full_disk_costs_fetches_but_no_read(node: Node) -> None:
 def test_what_an_earlier_process_kept_is_used_but_not_trusted(node: Node, parts: tuple[Connection, Connection]) -> None:
     layer = mounted(node, parts, {"noise": noise(2 * MB)})
     assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
+    # Readers are answered before their chunks are kept.
+    parts[1].event("complete")
     node.kill(node.blobfs_process)
     kept = node.state / "blobfs" / layer.blob.hex
     with kept.open("r+b") as file:
