@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from bench import catalogue, churn, cold, density, exec, layers_vs_tar, pack, report, start, start_one, stream, update
+from bench import catalogue, churn, cold, density, exec, layers_vs_tar, pack, report, start, start_one, stream, update, warm_read
 from bench.claim import Claim, Result, Setting, WrongAnswer, judge
 from bench.rootfs import root_tar
 from dsec.demo.instance import InstanceError
@@ -25,7 +25,7 @@ CLAIMS = {
     claim.name: claim
     for claim in (
         *(start.CLAIM, start_one.CLAIM, exec.CLAIM, density.CLAIM, churn.CLAIM, stream.CLAIM),
-        *(cold.BURST, cold.FIRST, cold.TRACE, layers_vs_tar.CLAIM, update.CLAIM, pack.CLAIM, catalogue.CLAIM),
+        *(cold.BURST, cold.FIRST, cold.TRACE, warm_read.CLAIM, layers_vs_tar.CLAIM, update.CLAIM, pack.CLAIM, catalogue.CLAIM),
     )
 }
 

@@ -83,6 +83,8 @@ struct Blob {
     chunks: Vec<Chunk>,
     /// Chunks that are Present or Zeros.
     whole: u32,
+    /// Chunks that are Kept.
+    kept: u32,
     /// Somebody relies on the file as a whole: it is never given up in part, and no longer the cache's.
     sealed: bool,
     /// While it is being forgotten, nobody finds it.
@@ -262,6 +264,7 @@ impl State {
             if *state == Chunk::Present {
                 *state = Chunk::Kept;
                 blob.whole -= 1;
+                blob.kept += 1;
             }
         }
     }
@@ -290,6 +293,24 @@ impl State {
         None
     }
 
+    /// Where nothing of a blob is missing, but for a look at what an earlier process kept: the jobs that do that. Readers may never come to those chunks
+    /// again, for the kernel has their pages; and only then is the blob complete.
+    fn check_the_rest(&mut self, node: u64) -> Vec<Job> {
+        let rest: Vec<u32> = match self.blobs.get(&node) {
+            Some(blob) if blob.kept > 0 && blob.whole + blob.kept == blob.table.count() => {
+                let chunks = (0..).zip(&blob.chunks);
+                chunks
+                    .filter(|(_, state)| **state == Chunk::Kept)
+                    .map(|(chunk, _)| chunk)
+                    .collect()
+            }
+            _ => return Vec::new(),
+        };
+        rest.into_iter()
+            .filter_map(|chunk| self.want(Key { node, chunk }, Priority::Prefetch, None))
+            .collect()
+    }
+
     /// Gives up the chunks used least recently until `length` more bytes fit under `bound`; false if they can't.
     fn make_room(&mut self, length: u64, bound: u64) -> bool {
         while self.used + length > bound {
@@ -315,8 +336,10 @@ impl State {
                 return false;
             }
             let state = &mut blob.chunks[key.chunk as usize];
-            if *state == Chunk::Present {
-                blob.whole -= 1;
+            match *state {
+                Chunk::Present => blob.whole -= 1,
+                Chunk::Kept => blob.kept -= 1,
+                Chunk::Absent | Chunk::Zeros => {}
             }
             *state = Chunk::Absent;
             self.lru.remove(&key);
@@ -440,6 +463,7 @@ impl Blobs {
                 .iter()
                 .filter(|chunk| **chunk == Chunk::Zeros)
                 .count() as u32,
+            kept: chunks.iter().filter(|chunk| **chunk == Chunk::Kept).count() as u32,
             file: Arc::new(file),
             sealed,
             leaving: false,
@@ -470,8 +494,10 @@ impl Blobs {
         });
         state.blobs.insert(node, blob);
         state.make_room(0, self.bound);
+        let jobs = state.check_the_rest(node);
         drop(state);
         self.tell(complete);
+        self.run(jobs);
         Ok(())
     }
 
@@ -995,13 +1021,18 @@ impl Blobs {
     /// A chunk is in the file and checked.
     fn arrived(&self, mut state: MutexGuard<'_, State>, key: Key, start: u64, content: &[u8]) {
         let waiters = state.flights.land(key);
-        let mut complete = None;
+        let (mut complete, mut jobs) = (None, Vec::new());
         if let Some(blob) = state.blobs.get_mut(&key.node) {
-            blob.chunks[key.chunk as usize] = Chunk::Present;
+            let before = std::mem::replace(&mut blob.chunks[key.chunk as usize], Chunk::Present);
             blob.whole += 1;
             complete = blob.is_complete().then(|| Event::Complete {
                 blob: blob.hex.clone(),
             });
+            if before == Chunk::Kept {
+                blob.kept -= 1;
+            } else {
+                jobs = state.check_the_rest(key.node);
+            }
         }
         self.send(&mut state);
         drop(state);
@@ -1009,6 +1040,7 @@ impl Blobs {
             .iter()
             .for_each(|waiter| waiter.supply(start, content));
         self.tell(complete);
+        self.run(jobs);
     }
 
     /// A chunk is right but can't be kept: it goes to those who wait, and to the next ones for a while.
