@@ -133,6 +133,12 @@ class Agents:
         elif sandbox.state == "running" and sandbox.settling is None:
             self._endings.fail(sandbox, _how_it_ended(status))
 
+    def on_blobs_aborted(self) -> None:
+        """The spawner says that lazily mounted layers can't be read any more: what runs on them fails."""
+        for sandbox in list(self._inventory):
+            if sandbox.state == "running" and any(layer.lazy for layer in sandbox.record.layers):
+                self._endings.fail(sandbox, "no blobfs served this node for too long: the data of its image can't be read any more")
+
     def on_denied(self, denial: Denial) -> None:
         """The spawner says that a sandbox's filter refused a system call."""
         sandbox = self._inventory.get(denial.sandbox)

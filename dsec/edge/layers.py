@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable
 
+import msgspec
+
 from dsec.edge.record import LayerRef
 from dsec.edge.spawner import Spawner
 from libdsec.schema import LayerInfo
@@ -20,10 +22,11 @@ def _hex(digest: str) -> str:
 
 
 class _Mounted:
-    __slots__ = ("idle_since", "ready", "users")
+    __slots__ = ("idle_since", "lazy", "ready", "users")
 
-    def __init__(self, ready: asyncio.Future[None]) -> None:
+    def __init__(self, ready: asyncio.Future[None], lazy: bool) -> None:
         self.ready = ready
+        self.lazy = lazy
         self.users = 0
         self.idle_since = 0.0
 
@@ -59,6 +62,12 @@ class LayerMounts:
             self.release(taken, 0.0)
             raise
 
+    def as_mounted(self, layers: Iterable[LayerRef]) -> tuple[LayerRef, ...]:
+        """The layers with how they are mounted."""
+        return tuple(
+            msgspec.structs.replace(layer, lazy=layer.meta in self._mounted and self._mounted[layer.meta].lazy) for layer in layers
+        )
+
     def adopt(self, layers: Iterable[LayerRef]) -> None:
         """Counts one more user of layers that are mounted already: those of a live sandbox found after a restart."""
         for layer in layers:
@@ -66,7 +75,7 @@ class LayerMounts:
             if mounted is None:
                 ready = asyncio.get_running_loop().create_future()
                 ready.set_result(None)
-                mounted = self._mounted[layer.meta] = _Mounted(ready)
+                mounted = self._mounted[layer.meta] = _Mounted(ready, layer.lazy)
             mounted.users += 1
 
     def release(self, layers: Iterable[LayerRef], now: float) -> None:
@@ -104,7 +113,7 @@ class LayerMounts:
 
     def _mount(self, layer: LayerRef, lazy: bool) -> _Mounted:
         ready = asyncio.ensure_future(self._mount_in_turn(layer, lazy))
-        mounted = self._mounted[layer.meta] = _Mounted(ready)
+        mounted = self._mounted[layer.meta] = _Mounted(ready, lazy)
         ready.add_done_callback(lambda done: self._mount_ended(layer.meta, mounted, done))
         return mounted
 

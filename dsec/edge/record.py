@@ -12,6 +12,8 @@ class LayerRef(msgspec.Struct, frozen=True, array_like=True):
 
     meta: str
     blob: str | None
+    lazy: bool = False
+    """Its data is read through blobfs."""
 
 
 class Record(msgspec.Struct, kw_only=True, array_like=True):

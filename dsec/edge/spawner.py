@@ -179,6 +179,9 @@ class Listener(Protocol):
     def on_denied(self, denial: Denial, /) -> None:
         """A sandbox's filter refused a call."""
 
+    def on_blobs_aborted(self) -> None:
+        """No blobfs served the node for so long that reads of lazily mounted layers give errors from now on."""
+
 
 class Spawner:
     """All verbs of the spawner. Every call raises SpawnerError if the spawner refuses, and SpawnerLost if it goes away during the call or
@@ -202,6 +205,8 @@ class Spawner:
                 listener.on_exited(exited.sandbox, exited.status)
             elif event == "denied":
                 listener.on_denied(_denial.decode(frame))
+            elif event == "blobs_aborted":
+                listener.on_blobs_aborted()
 
         peer = Peer("the spawner", path, refused=SpawnerError, lost=SpawnerLost, on_event=tell, on_reconnected=on_reconnected)
         return cls(await Verbs.connect(peer))

@@ -277,6 +277,7 @@ class Starts:
         # What is mounted is ready, whatever the image store has of it.
         lazy = await self._on_demand.provide(environment) if layers.missing(record.layers) else ()
         await layers.acquire(record.layers, lazy)
+        record.layers = layers.as_mounted(record.layers)
         self._images.note_start(environment)
 
     async def _key_used_up(self, sandbox: Sandbox) -> DSecError:

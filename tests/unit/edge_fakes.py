@@ -243,6 +243,7 @@ class Node:
         self.specs: dict[str, SandboxSpec] = {}
         self.mounted: dict[str, str | None] = {}
         self.mounts = 0
+        self.lazy: set[str] = set()
         self.kills: list[tuple[str, bool]] = []
         self.gate: asyncio.Event | None = None
         """Creations wait for it."""
@@ -309,6 +310,8 @@ class FakeSpawner:
     async def layer_mount(self, meta: str, blob: str | None, *, lazy: bool = False) -> None:
         self._node.mounts += 1
         self._node.mounted[meta] = blob
+        if lazy:
+            self._node.lazy.add(meta)
 
     async def layer_unmount(self, meta: str) -> None:
         del self._node.mounted[meta]

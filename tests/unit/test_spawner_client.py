@@ -94,6 +94,8 @@ class Calls:
     denied: asyncio.Queue[Denial] = field(default_factory=asyncio.Queue)
     reconnected: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def on_blobs_aborted(self) -> None: ...
+
     def on_denied(self, denial: Denial) -> None:
         self.denied.put_nowait(denial)
 

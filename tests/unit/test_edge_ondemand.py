@@ -1,0 +1,214 @@
+"""Layers that are fetched as they are read, on an edge whose machine, image store and blobfs are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from edge_fakes import Images, Node, eventually
+from prometheus_client import CollectorRegistry
+
+from dsec.edge import Edge, EdgeConfig, ondemand
+from dsec.edge.blobfs import BlobfsError, CacheFigures, Listener
+from dsec.images import Environment
+from dsec.images.pulling import LayerState
+from dsec.images.traces import Touch
+from libdsec.errors import Unavailable
+from libdsec.schema import DSecContainerRunArgs, ImageConfig, ImageInfo, SandboxInfo
+
+META, BLOB = "a" * 64, "b" * 64
+INDEX = b"table"
+
+
+class FakeBlobfs:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.registered: dict[str, bytes] = {}
+        self.prefetched: list[tuple[str, list[int]]] = []
+        self.traced: set[str] = set()
+        self.sealed: set[str] = set()
+        self.refuses = False
+        self.listener: Listener | None = None
+        self.reconnected: Callable[[], None] = lambda: None
+
+    async def connect(self, listener: Listener, on_reconnected: Callable[[], None]) -> FakeBlobfs:
+        self.listener, self.reconnected = listener, on_reconnected
+        return self
+
+    async def register(self, blob: str, index: bytes) -> None:
+        if self.refuses:
+            raise BlobfsError("invalid_argument", "no such table")
+        self.registered[blob] = index
+
+    async def seal(self, blob: str) -> None:
+        self.sealed.add(blob)
+
+    async def prefetch(self, blob: str, chunks: Sequence[int]) -> None:
+        self.prefetched.append((blob, list(chunks)))
+
+    async def trace_start(self, blob: str) -> None:
+        self.traced.add(blob)
+
+    async def trace_take(self, blob: str) -> list[tuple[int, int]]:
+        self.traced.remove(blob)
+        return [(7, 20), (3, 10)]
+
+    async def stats(self) -> CacheFigures:
+        return CacheFigures()
+
+    def close(self) -> None: ...
+
+
+class LazyImages(Images):
+    """The base's layer is not whole on the node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace_of_base: list[Touch] | None = None
+        self.saved: list[Touch] = []
+        self.adopted: list[tuple[str, Path]] = []
+
+    async def ensure(self, environment: Environment) -> list[LayerState]:
+        return [LayerState(layer, INDEX if layer.blob else None) for layer in environment.layers]
+
+    def get(self, reference: str) -> ImageInfo:
+        layers = list(reversed(self.resolve(reference, None, ()).layers))
+        return ImageInfo(
+            name="base", version=1, kind="base", digest="sha256:" + "d" * 64, layers=layers, config=ImageConfig(), created_at=0.0, size=1
+        )
+
+    async def trace(self, image: str) -> list[Touch] | None:
+        return self.trace_of_base
+
+    async def save_trace(self, image: str, touches: Sequence[Touch]) -> None:
+        self.saved = list(touches)
+
+    def adopt_blob(self, blob: str, file: Path) -> None:
+        self.adopted.append((blob, file))
+
+
+@pytest.fixture
+def blobfs() -> FakeBlobfs:
+    return FakeBlobfs()
+
+
+@pytest.fixture
+def images() -> LazyImages:
+    return LazyImages()
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@asynccontextmanager
+async def opened(node: Node, images: LazyImages, blobfs: FakeBlobfs, state_dir: Path, **config: object) -> AsyncIterator[Edge]:
+    edge = Edge(
+        EdgeConfig(state_dir=state_dir, run_dir=state_dir, **config),  # type: ignore[arg-type]
+        images,  # type: ignore[arg-type]
+        connect_spawner=node.connect_spawner,
+        connect_blobfs=blobfs.connect,  # type: ignore[arg-type]
+        connect_channel=node.connect_channel,
+        cgroups=node,
+        registry=CollectorRegistry(),
+    )
+    await edge.open()
+    try:
+        yield edge
+    finally:
+        await edge.close()
+
+
+@pytest.fixture
+async def edge(node: Node, images: LazyImages, blobfs: FakeBlobfs, tmp_path: Path) -> AsyncIterator[Edge]:
+    async with opened(node, images, blobfs, tmp_path) as edge:
+        yield edge
+
+
+async def create(edge: Edge, image: str = "base") -> SandboxInfo:
+    return await edge.sandboxes.create("p", DSecContainerRunArgs(container_image=image), None)
+
+
+async def test_a_layer_that_is_not_whole_is_registered_once_and_mounted_lazily(edge: Edge, node: Node, blobfs: FakeBlobfs) -> None:
+    await asyncio.gather(*(create(edge) for _ in range(10)))
+    assert blobfs.registered == {BLOB: INDEX}
+    assert node.lazy == {META} and node.mounts == 1
+
+
+async def test_a_blobfs_that_refuses_fails_the_creation_with_its_words(edge: Edge, node: Node, blobfs: FakeBlobfs) -> None:
+    blobfs.refuses = True
+    with pytest.raises(Exception, match="no such table"):
+        await create(edge)
+    assert not node.kernel and not edge.in_use()
+
+
+async def test_a_complete_blob_is_sealed_before_it_is_taken_over(
+    edge: Edge, images: LazyImages, blobfs: FakeBlobfs, tmp_path: Path
+) -> None:
+    await create(edge)
+    assert blobfs.listener is not None
+    blobfs.listener.on_complete(BLOB)
+    await eventually(lambda: bool(images.adopted))
+    assert images.adopted == [(BLOB, tmp_path / "blobfs" / BLOB)] and blobfs.sealed == {BLOB}
+
+
+async def test_reads_that_fail_are_events_of_the_sandboxes_that_use_the_blob(edge: Edge, blobfs: FakeBlobfs) -> None:
+    sandbox = edge.sandboxes.live((await create(edge)).id)
+    assert sandbox is not None and blobfs.listener is not None
+    blobfs.listener.on_failed("f" * 64, "another blob")
+    blobfs.listener.on_failed(BLOB, "the store is gone")
+    told = [event.message for event in sandbox.events.since(0)[0] if event.type == "storage"]
+    assert told == ["data of its image can't be read: the store is gone"]
+
+
+async def test_without_a_blobfs_what_runs_on_lazy_layers_fails_and_tells_why(edge: Edge) -> None:
+    info = await create(edge)
+    edge.sandboxes.agents.on_blobs_aborted()
+    sandbox = edge.sandboxes.live(info.id)
+    assert sandbox is not None and sandbox.state == "failed"
+    assert "blobfs" in (sandbox.record.reason or "")
+
+
+async def test_a_restarted_blobfs_is_told_its_tables_again(edge: Edge, blobfs: FakeBlobfs) -> None:
+    await create(edge)
+    blobfs.registered.clear()
+    blobfs.reconnected()
+    await eventually(lambda: blobfs.registered == {BLOB: INDEX})
+
+
+async def test_what_a_first_run_reads_is_recorded(
+    edge: Edge, images: LazyImages, blobfs: FakeBlobfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ondemand, "RECORD_S", 0.01)
+    await create(edge)
+    await eventually(lambda: bool(images.saved))
+    assert images.saved == [Touch(0, 3, 10), Touch(0, 7, 20)] and not blobfs.prefetched
+
+
+async def test_what_is_recorded_is_fetched_ahead_once(edge: Edge, images: LazyImages, blobfs: FakeBlobfs) -> None:
+    images.trace_of_base = [Touch(0, 5, 0), Touch(0, 2, 9)]
+    await create(edge)
+    await create(edge)
+    assert blobfs.prefetched == [(BLOB, [5, 2])] and not blobfs.traced
+
+
+async def test_fetching_ahead_can_be_switched_off(node: Node, images: LazyImages, blobfs: FakeBlobfs, tmp_path: Path) -> None:
+    images.trace_of_base = [Touch(0, 5, 0)]
+    async with opened(node, images, blobfs, tmp_path, prefetch=False) as edge:
+        await create(edge)
+        assert not blobfs.prefetched and not blobfs.traced
+
+
+async def test_an_image_that_cannot_be_looked_up_starts_nothing(edge: Edge, node: Node, images: LazyImages) -> None:
+    async def locate(image: str, workspace: str | None, toolkits: Sequence[str]) -> None:
+        raise Unavailable("the store can't be reached")
+
+    images.locate = locate  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await create(edge)
+    assert not node.kernel
