@@ -56,6 +56,7 @@ class OnDemand:
         self._connecting: asyncio.Task[Blobfs] | None = None
         self._tables: dict[str, bytes] = {}
         """Chunk tables of the blobs that were registered, for a blobfs that has lost its own."""
+        self._adopted: set[str] = set()
         self._seen: set[str] = set()
         """Digests of images whose trace was replayed, or is being recorded."""
 
@@ -75,20 +76,24 @@ class OnDemand:
             await self._look_ahead(environment, blobfs, {state.layer.digest for state in lazy})
         return frozenset(_hex(state.layer.digest) for state in lazy)
 
-    async def count(self) -> None:
-        """Adds up what was read, for ever."""
+    async def watch(self) -> None:
+        """Adds up what was read and takes over what became whole while nobody listened, for ever."""
         while True:
-            await asyncio.sleep(COUNT_EVERY_S)
-            if self._connecting is not None and self._connecting.done() and not self._connecting.cancelled():
+            # Without a blob, blobfs may not be there at all, and needs not be.
+            if self._connecting is not None or await asyncio.to_thread(_has_entries, self._blobs):
                 try:
-                    await self._count(await self._connecting)
+                    await self._count(await self._blobfs())
                 except (BlobfsError, DSecError) as error:
                     _log.warning("what was read of images can't be counted", reason=str(error))
+            await asyncio.sleep(COUNT_EVERY_S)
 
     async def _count(self, blobfs: Blobfs) -> None:
         figures = (await blobfs.stats()).blobs
         read = {blob: BlobFigures(needed=one.needed, fetched=one.fetched, from_cache=one.from_cache) for blob, one in figures.items()}
         await self._images.record_reads(read)
+        for blob, one in figures.items():
+            if one.complete:
+                await self._adopt(blob)
 
     def close(self) -> None:
         """Disconnects. What is mounted goes on."""
@@ -105,9 +110,12 @@ class OnDemand:
         self._inventory.tasks.start(self._adopt(blob), f"adopt blob {blob[:12]}")
 
     async def _adopt(self, blob: str) -> None:
+        if blob in self._adopted:
+            return
         try:
             await (await self._blobfs()).seal(blob)
             await asyncio.to_thread(self._images.adopt_blob, blob, self._blobs / blob)
+            self._adopted.add(blob)
         except (BlobfsError, DSecError, OSError) as error:
             # It goes on being read through blobfs, which has all of it.
             _log.warning("a complete blob can't be taken over", blob=blob, reason=str(error))
@@ -167,6 +175,13 @@ class OnDemand:
         if self._connecting is None or (self._connecting.done() and (self._connecting.cancelled() or self._connecting.exception())):
             self._connecting = asyncio.ensure_future(_as_coroutine(self._connect(self, self.on_reconnected)))
         return await asyncio.shield(self._connecting)
+
+
+def _has_entries(directory: Path) -> bool:
+    try:
+        return any(directory.iterdir())
+    except OSError:
+        return False
 
 
 async def _as_coroutine(connecting: Awaitable[Blobfs]) -> Blobfs:

@@ -72,7 +72,7 @@ class Sandboxes:
         inventory.layers = LayerMounts(inventory.spawner)
         await self.sweep.adopt()
         inventory.tasks.start(self.sweep.forever(), "sweep")
-        inventory.tasks.start(self.on_demand.count(), "count what is read")
+        inventory.tasks.start(self.on_demand.watch(), "watch what is read")
 
     async def close(self) -> None:
         """Ends the edge, not its sandboxes."""
