@@ -21,8 +21,8 @@ from dsec.images.leases import GC_KEY, GC_S, LeaseFile
 from dsec.images.publishing import CLAIM_S, Publisher, frames_key, meta_key, table_key
 from dsec.images.pulling import Puller, unpack_meta
 from dsec.images.shared import BlobMissing, Blobs
-from dsec.images.shared_catalog import Manifest, SharedCatalog, manifest_key, read_manifest
-from dsec.images.store_gc import objects_of, unnamed
+from dsec.images.shared_catalog import Held, Manifest, SharedCatalog, manifest_key, read_manifest
+from dsec.images.store_gc import unnamed
 from libdsec.errors import DSecError, ImageError
 from libdsec.schema import ImageFinding, LayerInfo
 
@@ -126,7 +126,7 @@ class Checker:
 
     async def store(self, blobs: Blobs, catalog: SharedCatalog, publisher: Publisher) -> None:
         """Checks what the manifests in the store name, and what lies there besides."""
-        objects = {each.key: each for each in await objects_of(blobs)}
+        objects = {each.key: each for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch}
         metas: set[str] = set()
         data: set[str] = set()
         async for key, content in catalog.read(await catalog.keys()):
@@ -145,7 +145,7 @@ class Checker:
                 metas.add(hex_of(layer.digest))
                 data.update([hex_of(layer.blob)] if layer.blob is not None else [])
                 await self._stored(blobs, publisher, manifest, layer, {key: each.size for key, each in objects.items()})
-        for garbage in unnamed(list(objects.values()), metas, data):
+        for garbage in await unnamed(blobs, {"": Held(frozenset(metas), frozenset(data))}):
             if garbage.object.modified < time.time() - HALF_MADE_S:
                 await self._object(blobs, "orphan", garbage.object.key, "no manifest names it; `dsec image gc` takes it", drop=False)
         await self._half_made(blobs)

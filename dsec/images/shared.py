@@ -110,8 +110,8 @@ class Blobs(Protocol):
     async def stat(self, key: str) -> Listed | None:
         """Size and time of an object; None: there is none."""
 
-    def list(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
-        """All objects below a directory, in batches, in no order."""
+    def list(self, prefix: str, wanted: Callable[[str], bool] = lambda key: True) -> AsyncIterator[Sequence[Listed]]:
+        """The objects below a directory whose keys are ``wanted``, in batches, in no order."""
 
     def names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
         """The same, the keys alone: where sizes and times cost something, they aren't looked up."""
@@ -264,10 +264,10 @@ class ObjectBlobs:
             raise self._translated(failure, f"looking for {key}") from failure
         return Listed(key, meta["size"], meta["last_modified"].timestamp())
 
-    async def list(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
+    async def list(self, prefix: str, wanted: Callable[[str], bool] = lambda key: True) -> AsyncIterator[Sequence[Listed]]:
         try:
             async for batch in obstore.list(self._store, prefix, chunk_size=LIST_BATCH):
-                yield [Listed(each["path"], each["size"], each["last_modified"].timestamp()) for each in batch]
+                yield [Listed(each["path"], each["size"], each["last_modified"].timestamp()) for each in batch if wanted(each["path"])]
         except FileNotFoundError:
             return
         except Exception as failure:
@@ -356,19 +356,19 @@ class DirectoryBlobs(ObjectBlobs):
             finally:
                 os.close(descriptor)
 
-    async def list(self, prefix: str) -> AsyncIterator[Sequence[Listed]]:
+    async def list(self, prefix: str, wanted: Callable[[str], bool] = lambda key: True) -> AsyncIterator[Sequence[Listed]]:
         # The library takes 18 us for an object, this 4, and a store has millions.
-        listing = self._batches(prefix)
+        listing = self._batches(prefix, wanted)
         while (batch := await asyncio.to_thread(next, listing, None)) is not None:
             yield batch
 
-    def _batches(self, prefix: str) -> Iterator[Sequence[Listed]]:
+    def _batches(self, prefix: str, wanted: Callable[[str], bool]) -> Iterator[Sequence[Listed]]:
         walk = self._walk(prefix)
         while part := tuple(islice(walk, WALK_BATCH)):
             batch = []
             for entry, key in part:
                 with contextlib.suppress(FileNotFoundError):
-                    if not _is_staging(entry.name):
+                    if not _is_staging(entry.name) and wanted(key):
                         status = entry.stat()
                         batch.append(Listed(key, status.st_size, status.st_mtime))
             yield batch

@@ -1,6 +1,6 @@
 """Garbage in the shared store: what no manifest names and no lease needs. Safe beside imports, pushes and readers on other nodes.
 
-The order is what makes it so (see :mod:`dsec.images.leases`): list the objects, read the manifests, write down what is condemned, and only
+The order is what makes it so (see :mod:`dsec.images.leases`): read the manifests, list the objects, write down what is condemned, and only
 then read the leases and look for manifests that came meanwhile. A crash leaves ``gc.json``, which others heed for ten minutes, and objects
 that the next run takes.
 """
@@ -38,21 +38,27 @@ class Garbage:
     digest: str
 
 
-def unnamed(objects: list[Listed], metas: set[str], blobs: set[str]) -> list[Garbage]:
-    """Objects of metadata and blobs that aren't in these sets (hexadecimal)."""
-    found = []
-    for each in objects:
-        meta, blob = _META.match(each.key), _BLOB.match(each.key)
-        if meta is not None and meta[1] not in metas:
-            found.append(Garbage(each, meta[1]))
-        elif blob is not None and blob[1] not in blobs:
-            found.append(Garbage(each, blob[1]))
-    return found
+def names_of(named: Mapping[str, Held]) -> Callable[[str], bool]:
+    """Tells whether a manifest names an object, by its key; what belongs to no layer counts as named."""
+    metas = set[str]().union(*(held.metas for held in named.values()))
+    blobs = set[str]().union(*(held.blobs for held in named.values()))
+
+    def is_named(key: str) -> bool:
+        meta = _META.match(key)
+        if meta is not None:
+            return meta[1] in metas
+        blob = _BLOB.match(key)
+        return blob is None or blob[1] in blobs
+
+    return is_named
 
 
-async def objects_of(blobs: Blobs) -> list[Listed]:
-    """Everything that belongs to layers."""
-    return [each for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch]
+async def unnamed(blobs: Blobs, named: Mapping[str, Held]) -> list[Garbage]:
+    """Objects of layers that no manifest names."""
+    is_named = names_of(named)
+    prefixes = ("metas", "blobs")
+    found = [each for prefix in prefixes async for batch in blobs.list(prefix, lambda key: not is_named(key)) for each in batch]
+    return [Garbage(each, each.key.partition("/")[2].partition(".")[0]) for each in found]
 
 
 class StoreGc:
@@ -73,10 +79,9 @@ class StoreGc:
             return await self._collect(known)
 
     async def _collect(self, known: Mapping[str, Held]) -> int:
-        objects = await objects_of(self._blobs)
         named = await self._catalog.held(known)
         old = self._wall() - self.grace_s
-        condemned = [each for each in self._unnamed(objects, named) if each.object.modified < old]
+        condemned = [each for each in await unnamed(self._blobs, named) if each.object.modified < old]
         await self._drop_leftovers()
         if not condemned:
             return 0
@@ -84,16 +89,11 @@ class StoreGc:
         try:
             await self._lease.refresh()
             leased = set[str]().union(*(await read_leases(self._blobs, self._wall())).values())
-            named = await self._catalog.held(named)
-            spared = {each.object.key for each in self._unnamed(objects, named)}
-            doomed = [each for each in condemned if each.digest not in leased and each.object.key in spared]
+            is_named = names_of(await self._catalog.held(named))
+            doomed = [each for each in condemned if each.digest not in leased and not is_named(each.object.key)]
             return await self._delete(doomed)
         finally:
             await self._blobs.delete([GC_KEY])
-
-    def _unnamed(self, objects: list[Listed], named: Mapping[str, Held]) -> list[Garbage]:
-        metas = set[str]().union(*(held.metas for held in named.values()))
-        return unnamed(objects, metas, set[str]().union(*(held.blobs for held in named.values())))
 
     async def _condemn(self, condemned: list[Garbage]) -> None:
         digests = sorted({each.digest for each in condemned})
