@@ -76,7 +76,7 @@ async def pull(
 
 def partial(root: Path) -> list[int]:
     """Sizes of the downloads that are kept."""
-    directory = root / "images" / "partial"
+    directory = root / "images" / "downloads"
     return sorted(path.stat().st_size for path in directory.iterdir()) if directory.exists() else []
 
 
@@ -522,7 +522,7 @@ async def test_a_spoilt_download_is_fetched_anew_once(images: ImageStore, regist
     registry.cuts[digest(made.layers[2])] = [120_000, *([0] * registry_module.ATTEMPTS)]
     with pytest.raises(Unavailable):
         await pull(images, registry.reference())
-    for path in (tmp_path / "images" / "partial").iterdir():
+    for path in (tmp_path / "images" / "downloads").iterdir():
         path.write_bytes(bytes(path.stat().st_size))
     registry.cuts.clear()
     await pull(images, registry.reference())
@@ -548,7 +548,7 @@ async def test_old_downloads_are_swept(images: ImageStore, registry: FakeRegistr
         await pull(images, registry.reference())
     await images.collect_garbage()
     assert 120_000 in partial(tmp_path)
-    for path in (tmp_path / "images" / "partial").iterdir():
+    for path in (tmp_path / "images" / "downloads").iterdir():
         os.utime(path, (0, 0))
     await images.collect_garbage()
     assert partial(tmp_path) == []
@@ -562,7 +562,7 @@ async def test_downloads_beyond_the_size_of_an_upload_go_oldest_first(images: Im
         await pull(images, registry.reference())
     kept = partial(tmp_path)
     assert len(kept) == 3
-    for path in (tmp_path / "images" / "partial").iterdir():
+    for path in (tmp_path / "images" / "downloads").iterdir():
         age = path.stat().st_size - 50_000
         os.utime(path, (time.time() - age * 60, time.time() - age * 60))
     store = await Store.open_file(tmp_path / "other.sqlite")
