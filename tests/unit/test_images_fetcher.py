@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import struct
@@ -212,7 +213,9 @@ async def test_another_user_may_not_connect(tmp_path: Path, store: Held, monkeyp
     assert (tmp_path / "fetch.sock").stat().st_mode & 0o777 == 0o600
     client = await Client.connect(tmp_path / "fetch.sock")
     client.ask(1, 0, 1)
-    assert await client.reader.read() == b""
+    # Closed before the question was read, the connection ends by a reset.
+    with contextlib.suppress(ConnectionResetError):
+        assert await client.reader.read() == b""
     server.close()
 
 

@@ -43,7 +43,10 @@ async def test_the_reader_sees_every_entry_that_a_tar_had(a: Node) -> None:
         member("d", tarfile.DIRTYPE, mode=0o1777, uid=5, gid=70_000, mtime=-5),
         (member("d/file", mode=0o4755, uid=1, mtime=1_700_000_000, pax_headers={"SCHILY.xattr.user.k": "v"}), b"x" * 10_000),
         (member("d/empty"), b""),
-        member("d/again", tarfile.LNKTYPE, linkname="d/file"),
+        # A hard link's entry says what the file is like once more.
+        member(
+            "d/again", tarfile.LNKTYPE, linkname="d/file", mode=0o4755, uid=1, mtime=1_700_000_000, pax_headers={"SCHILY.xattr.user.k": "v"}
+        ),
         member("link", tarfile.SYMTYPE, linkname="d/" + "t" * 3000, mode=0o777),
         member("null", tarfile.CHRTYPE, devmajor=1, devminor=3),
         member("pipe", tarfile.FIFOTYPE),
