@@ -27,7 +27,7 @@ async def writes(directory: Path) -> AsyncIterator[Writes]:
     """Watches the disk that ``directory`` is on. What was dirty before is flushed first, what became dirty is flushed at the end."""
     device = _device(directory)
     await asyncio.to_thread(os.sync)
-    result, start = Writes(), _written(device)
+    result, start, started = Writes(), _written(device), time.perf_counter()
     watching = asyncio.create_task(_watch(device, result))
     try:
         yield result
@@ -35,6 +35,8 @@ async def writes(directory: Path) -> AsyncIterator[Writes]:
     finally:
         watching.cancel()
     result.bytes = _written(device) - start
+    # A run may be over before its first sample: its peak is its average at least.
+    result.peak_mb_s = max(result.peak_mb_s, result.bytes / MB / (time.perf_counter() - started))
 
 
 async def _watch(device: str, result: Writes) -> None:
