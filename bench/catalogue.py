@@ -216,16 +216,17 @@ async def measure(setting: Setting) -> Outcome:
     share = QUICK_SHARE if setting.quick else 1
     size = Size(BASES // share, WORKSPACES // share, DIFFS // share)
     home = Path(tempfile.mkdtemp(prefix="dsec-catalogue-", dir=setting.parent))
-    store: Store | None = None
-    images: ImageStore | None = None
-    try:
+    async with contextlib.AsyncExitStack() as closing:
+        closing.push_async_callback(_remove, home)
         made = list(_images(size))
         started = time.perf_counter()
         await asyncio.to_thread(_write_files, home, size, made)
         store = await Store.open_file(home / "store.sqlite")
+        closing.push_async_callback(store.close)
         await _write_rows(store, made)
         written = time.perf_counter() - started
         images = ImageStore(home / "images", store, shared=open_blobs(str(home / "shared")), limits=ImportLimits(disk_reserve=DISK_RESERVE))
+        closing.push_async_callback(images.close)
         started = time.perf_counter()
         await images.open()
         opened = time.perf_counter() - started
@@ -242,11 +243,6 @@ async def measure(setting: Setting) -> Outcome:
         collected = time.perf_counter() - started
         _check(home, size, removed)
         print(f"catalogue: gc took {collected:.1f} s; removing {size.layers} layers takes minutes", file=sys.stderr, flush=True)
-    finally:
-        with contextlib.suppress(AttributeError):
-            await images.close()  # type: ignore[union-attr]
-            await store.close()  # type: ignore[union-attr]
-        await _remove(home)
     return Outcome(
         figures={
             "resolve_p99_ms": percentile(resolves, 0.99) * 1e3,

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterator
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -60,7 +61,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._stop_deadline()
         # uvicorn drops what is sent to a lost connection without a word. A create must know: nobody was told of that sandbox.
-        self.scope["dsec.connected"] = self._is_connected  # type: ignore[typeddict-unknown-key]
+        # A server may put what is its own into the scope; uvicorn's type for it knows of no such key.
+        cast(dict[str, object], self.scope)["dsec.connected"] = self._is_connected
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

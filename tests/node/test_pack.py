@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,8 +120,8 @@ def differences(one: list[dict[str, object]], other: list[dict[str, object]], *,
     return wrong + [f"{entry} is new" for entry in other if str(entry["path"]) not in known]
 
 
-def args(image: str, **more: object) -> DSecContainerRunArgs:
-    return DSecContainerRunArgs(container_image=image, **{"memory_limit_mb": 512, "disk_limit_mb": 1024, **more})  # type: ignore[arg-type]
+def args(image: str, **more: Any) -> DSecContainerRunArgs:
+    return DSecContainerRunArgs(container_image=image, **{"memory_limit_mb": 512, "disk_limit_mb": 1024, **more})
 
 
 def snapshots(instance: Instance) -> list[str]:

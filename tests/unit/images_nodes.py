@@ -11,13 +11,17 @@ from pathlib import Path
 
 from dsec.images import ImageStore, ImportLimits
 from dsec.images.catalog import Caller
-from dsec.images.importing import ImportRequest
+from dsec.images.importing import ImportRequest, Kind
 from dsec.images.shared import Blobs, open_blobs
 from dsec.store import Store
 from libdsec.schema import ImageInfo, ImportLine
 from tests.unit.images_archives import files
 
 ADMIN = Caller(project="root", admin=True)
+
+
+def quiet(line: object) -> None:
+    """Takes lines of progress that no test looks at."""
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Node:
         name: str,
         contents: Mapping[str, bytes],
         *,
-        kind: str = "base",
+        kind: Kind = "base",
         caller: Caller = ADMIN,
         tell: Callable[[ImportLine], None] = lambda line: None,
         key: str | None = None,
@@ -46,7 +50,7 @@ class Node:
         async def body() -> AsyncIterator[bytes]:
             yield files(contents)
 
-        request = ImportRequest(name=name, kind=kind, format="tar", at="/", caller=caller, idempotency_key=key)  # type: ignore[arg-type]
+        request = ImportRequest(name=name, kind=kind, format="tar", at="/", caller=caller, idempotency_key=key)
         return await self.images.import_archive(request, body(), tell)
 
 

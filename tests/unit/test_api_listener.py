@@ -112,6 +112,7 @@ async def test_a_refused_websocket_gets_the_status_and_the_envelope() -> None:
 
 async def test_the_app_can_see_whether_what_it_sent_went_to_a_live_connection() -> None:
     seen: list[bool] = []
+    ended = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -121,6 +122,7 @@ async def test_the_app_can_see_whether_what_it_sent_went_to_a_live_connection() 
             pass
         await send({"type": "http.response.body", "body": b"second", "more_body": True})
         seen.append(scope["dsec.connected"]())
+        ended.set()
 
     async with listening(app) as (_, url):
         host, port = url.removeprefix("http://").split(":")
@@ -129,8 +131,7 @@ async def test_the_app_can_see_whether_what_it_sent_went_to_a_live_connection() 
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await reader.readuntil(b"first")
             writer.close()
-            while len(seen) < 2:  # noqa: ASYNC110  (the app's end has no event here)
-                await asyncio.sleep(0.001)
+            await ended.wait()
     assert seen == [True, False]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from edge_fakes import Client, Node, eventually, open_edge
+from edge_fakes import Client, Images, Node, eventually, open_edge
 
 from dsec.edge import Edge
 from dsec.edge.spawner import SpawnerError, SpawnerLost
@@ -163,7 +163,8 @@ class TestPack:
 
 async def test_what_another_project_packed_is_not_there(client: Client, edge: Edge) -> None:
     images = edge.sandboxes.starts._images
-    known = images.known  # type: ignore[attr-defined]
+    assert isinstance(images, Images)
+    known = images.known
     known["theirs"] = msgspec.structs.replace(known["base"], owners=frozenset({"other"}))
     args = {"args": {"backend": "container", "container_image": "theirs"}}
     (line,) = (await client("POST", "/v1/sandboxes", args)).lines()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from edge_fakes import Images, Node, eventually
 from prometheus_client import CollectorRegistry
 
 from dsec.edge import Edge, EdgeConfig, ondemand
-from dsec.edge.blobfs import BlobfsError, CacheFigures, Listener
+from dsec.edge.blobfs import Blobfs, BlobfsError, CacheFigures, Listener
 from dsec.images import Environment
 from dsec.images.pulling import LayerState
+from dsec.images.reads import BlobFigures
 from dsec.images.traces import Touch
 from libdsec.errors import Unavailable
 from libdsec.schema import DSecContainerRunArgs, ImageConfig, ImageInfo, SandboxInfo
@@ -23,7 +25,7 @@ META, BLOB = "a" * 64, "b" * 64
 INDEX = b"table"
 
 
-class FakeBlobfs:
+class FakeBlobfs(Blobfs):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class FakeBlobfs:
         self.traced.remove(blob)
         return [(7, 20), (3, 10)]
 
-    async def stats(self) -> CacheFigures:
+    async def stats(self, blobs: Iterable[str] | None = None) -> CacheFigures:
         return CacheFigures()
 
     def close(self) -> None: ...
@@ -71,6 +73,11 @@ class LazyImages(Images):
         self.trace_of_base: list[Touch] | None = None
         self.saved: list[Touch] = []
         self.adopted: list[tuple[str, Path]] = []
+        self.unreachable = False
+
+    async def locate(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> None:
+        if self.unreachable:
+            raise Unavailable("the store can't be reached")
 
     async def ensure(self, environment: Environment) -> list[LayerState]:
         return [LayerState(layer, INDEX if layer.blob else None) for layer in environment.layers]
@@ -86,6 +93,8 @@ class LazyImages(Images):
 
     async def save_trace(self, image: str, touches: Sequence[Touch]) -> None:
         self.saved = list(touches)
+
+    async def record_reads(self, figures: Mapping[str, BlobFigures]) -> None: ...
 
     def adopt_blob(self, blob: str, file: Path) -> None:
         self.adopted.append((blob, file))
@@ -107,12 +116,12 @@ def node() -> Node:
 
 
 @asynccontextmanager
-async def opened(node: Node, images: LazyImages, blobfs: FakeBlobfs, state_dir: Path, **config: object) -> AsyncIterator[Edge]:
+async def opened(node: Node, images: LazyImages, blobfs: FakeBlobfs, state_dir: Path, **config: Any) -> AsyncIterator[Edge]:
     edge = Edge(
-        EdgeConfig(state_dir=state_dir, run_dir=state_dir, **config),  # type: ignore[arg-type]
-        images,  # type: ignore[arg-type]
+        EdgeConfig(state_dir=state_dir, run_dir=state_dir, **config),
+        images,
         connect_spawner=node.connect_spawner,
-        connect_blobfs=blobfs.connect,  # type: ignore[arg-type]
+        connect_blobfs=blobfs.connect,
         connect_channel=node.connect_channel,
         cgroups=node,
         registry=CollectorRegistry(),
@@ -205,10 +214,7 @@ async def test_fetching_ahead_can_be_switched_off(node: Node, images: LazyImages
 
 
 async def test_an_image_that_cannot_be_looked_up_starts_nothing(edge: Edge, node: Node, images: LazyImages) -> None:
-    async def locate(image: str, workspace: str | None, toolkits: Sequence[str]) -> None:
-        raise Unavailable("the store can't be reached")
-
-    images.locate = locate  # type: ignore[method-assign]
+    images.unreachable = True
     with pytest.raises(Unavailable):
         await create(edge)
     assert not node.kernel

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from edge_fakes import eventually
 
 from dsec.images.fetcher import Fetcher
 from dsec.images.shared import DirectoryBlobs, open_blobs
@@ -46,6 +47,11 @@ class Client:
             (length,) = struct.unpack(">I", await self.reader.readexactly(4))
             answer: dict[str, object] = msgspec.msgpack.decode(await self.reader.readexactly(length))
             return answer
+
+    async def data(self) -> bytes:
+        data = (await self.answer())["data"]
+        assert isinstance(data, bytes)
+        return data
 
 
 class Held(DirectoryBlobs):
@@ -107,11 +113,10 @@ async def test_memory_is_bounded_however_much_is_asked_for(client: Client, store
     for number in range(100):
         client.ask(number, 0, 1 << 20)
     await client.writer.drain()
-    while store.now < 4 << 20:  # noqa: ASYNC110 (nothing here tells of it)
-        await asyncio.sleep(0.01)
+    await eventually(lambda: store.now >= 4 << 20)
     store.go.set()
     for _ in range(100):
-        assert len(bytes((await client.answer())["data"])) == 1 << 20  # type: ignore[arg-type]
+        assert len(await client.data()) == 1 << 20
     assert store.most == 4 << 20
 
 
@@ -126,7 +131,7 @@ async def test_what_is_missing_is_not_to_be_asked_for_again_and_what_is_cut_off_
     assert await client.answer() == {"id": 3, "error": "the network is down", "retry": True}
     store.cut = False
     client.ask(4, 0, 10)
-    assert len(bytes((await client.answer())["data"])) == 10  # type: ignore[arg-type]
+    assert len(await client.data()) == 10
 
 
 @pytest.mark.parametrize(
@@ -151,12 +156,11 @@ async def test_a_client_that_goes_away_leaves_nothing_behind(tmp_path: Path, cli
         client.ask(number, 0, 1 << 20)
     await client.writer.drain()
     client.writer.close()
-    while store.now:  # noqa: ASYNC110 (nothing here tells of it)
-        await asyncio.sleep(0.01)
+    await eventually(lambda: not store.now)
     store.go.set()
     other = await Client.connect(tmp_path / "fetch.sock")
     other.ask(1, 0, 4 << 20)
-    assert len(bytes((await other.answer())["data"])) == 4 << 20  # type: ignore[arg-type]
+    assert len(await other.data()) == 4 << 20
     other.writer.close()
 
 

@@ -12,9 +12,7 @@ import pytest
 from dsec.images.blobs import hex_of
 from dsec.images.shared_catalog import manifest_key
 from libdsec.schema import ImageFinding, ImageInfo
-from tests.unit.images_nodes import ADMIN, Node, content, node
-
-QUIET = lambda line: None  # noqa: E731
+from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ async def test_damage_on_a_node_is_found_and_mended_from_the_store(
 ) -> None:
     made = await a.load("x", {"data": content(3, 2 << 20)})
     async with node(tmp_path / "b", url) as b:
-        await b.images.pull("x", True, QUIET)
+        await b.images.pull("x", True, quiet)
         path = b.root / "images" / "blobs" / hex_of(getattr(made.layers[0], part))
         good = path.read_bytes()
         damage(path)
@@ -166,5 +164,5 @@ async def test_a_crash_in_a_push_is_said_and_needs_no_repair(a: Node, url: str) 
     assert await check(a) == []
     os.utime(Path(url, f"blobs/{blob}.z"), (1, 1))
     assert [(finding.problem, finding.object) for finding in await check(a)] == [("orphan", f"blobs/{blob}.z")]
-    assert await a.images.push("x", ADMIN, QUIET) == made
+    assert await a.images.push("x", ADMIN, quiet) == made
     assert await check(a, deep=True) == []

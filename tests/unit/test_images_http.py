@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 import uvicorn
 from aiohttp import web
+from edge_fakes import eventually
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
@@ -282,8 +283,7 @@ async def test_a_client_that_goes_away_ends_the_fetching(client: DSecClient, ser
 
     async def stall(request: web.Request) -> web.StreamResponse:
         asked.set()
-        while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await eventually(lambda: request.transport is None or request.transport.is_closing(), within_s=30)
         gone.set()
         return web.Response()
 

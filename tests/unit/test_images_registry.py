@@ -430,7 +430,7 @@ LIES = {
     "chart": (lie(lambda m: m["config"].update(mediaType="application/vnd.cncf.helm.config.v1+json")), "isn't supported"),
     "schema 1": (lambda registry, made: registry.put("1", b'{"schemaVersion": 1}', SCHEMA_1), "current tool"),
     "no JSON": (lambda registry, made: registry.put("1", b"<html>", OCI_MANIFEST), "not what it should be"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", LIES)
@@ -643,12 +643,25 @@ def test_references_are_read_as_registries_write_them() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "registry.example/a", "docker://", "docker://python:3.11", "docker://registry.example", "docker://registry.example/", "docker://-/a",
-        "docker://registry.example/UPPER", "docker://registry.example/a/../b", "docker://registry.example/a:", "docker://registry.example/a:b:c",
-        "docker://registry.example/a@md5:00", "docker://registry.example/a@", "docker://user@registry.example/a", "docker://registry.example/a?x=1",
-        "docker://registry.example:99999999/a", "docker://registry.example/" + "a" * 300, "docker://registry.example/a:" + "t" * 200,
+        "registry.example/a",
+        "docker://",
+        "docker://python:3.11",
+        "docker://registry.example",
+        "docker://registry.example/",
+        "docker://-/a",
+        "docker://registry.example/UPPER",
+        "docker://registry.example/a/../b",
+        "docker://registry.example/a:",
+        "docker://registry.example/a:b:c",
+        "docker://registry.example/a@md5:00",
+        "docker://registry.example/a@",
+        "docker://user@registry.example/a",
+        "docker://registry.example/a?x=1",
+        "docker://registry.example:99999999/a",
+        "docker://registry.example/" + "a" * 300,
+        "docker://registry.example/a:" + "t" * 200,
     ],
-)  # fmt: skip
+)
 def test_references_that_lead_nowhere_are_refused_by_field(text: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         RegistryReference.parse(text)

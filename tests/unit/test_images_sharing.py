@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from edge_fakes import eventually
 
 from dsec.images.blobs import hex_of
 from dsec.images.catalog import Caller
@@ -20,10 +21,8 @@ from dsec.images.shared import DirectoryBlobs, open_blobs
 from dsec.images.shared_catalog import manifest_key, name_key
 from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, PermissionDenied, Unavailable
 from libdsec.schema import ImportLine
-from tests.unit.images_nodes import ADMIN, Node, content, node
+from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
 from tests.unit.seaweed import Seaweed, seaweed
-
-QUIET = lambda line: None  # noqa: E731
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +174,9 @@ class Counting(DirectoryBlobs):
         self.written: list[str] = []
         self.fail_at: str | None = None
 
-    async def _put(self, key: str, content: object) -> None:
+    async def _put(self, key: str, content: bytes | AsyncIterator[bytes]) -> None:
         self._check(key)
-        await super()._put(key, content)  # type: ignore[arg-type]
+        await super()._put(key, content)
 
     async def put_new(self, key: str, data: bytes) -> bool:
         self._check(key)
@@ -212,8 +211,7 @@ async def test_a_push_that_breaks_off_shows_nothing_and_goes_on_later(where: str
     store.fail_at = None
     before = len(store.written)
     async with node(tmp_path / "a", store) as a, asyncio.timeout(20):
-        while not Path(url, manifest_key("x", 1)).exists():  # noqa: ASYNC110 (nothing here tells of it)
-            await asyncio.sleep(0.01)
+        await eventually(Path(url, manifest_key("x", 1)).exists, within_s=20)
         assert await start_on(b, "x") == [True]
         sent = [key.rpartition(".")[2] for key in store.written[before:] if key.startswith(("blobs/", "metas/"))]
         assert sent == {".z": ["z", "idx", "zst"], ".idx": ["z", "idx", "zst"], "metas/": ["zst"], "images/x/1.json": []}[where]
@@ -230,18 +228,18 @@ async def test_an_image_made_before_there_was_a_store_is_pushed_when_asked(tmp_p
     async with node(tmp_path / "a", None) as a:
         await a.load("old", {"data": content(5, 1 << 20)})
         with pytest.raises(InvalidArgument, match="--store"):
-            await a.images.push("old", ADMIN, QUIET)
+            await a.images.push("old", ADMIN, quiet)
     async with node(tmp_path / "a", url) as a:
         with pytest.raises(ImageNotFound):
             await b.images.find("old")
-        pushed = await a.images.push("old", ADMIN, QUIET)
-        assert await a.images.push("old", ADMIN, QUIET) == pushed == await b.images.find("old")
+        pushed = await a.images.push("old", ADMIN, quiet)
+        assert await a.images.push("old", ADMIN, quiet) == pushed == await b.images.find("old")
     await b.load("other", {"a": b"1"})
     async with node(tmp_path / "c", None) as c:
         await c.load("other", {"a": b"2"})
     async with node(tmp_path / "c", url) as c:
         with pytest.raises(Conflict, match="other@1"):
-            await c.images.push("other@1", ADMIN, QUIET)
+            await c.images.push("other@1", ADMIN, quiet)
 
 
 async def test_two_nodes_that_send_the_same_blob_send_it_once(tmp_path: Path, url: str) -> None:
@@ -270,13 +268,13 @@ async def test_a_forged_object_is_refused_not_used(a: Node, b: Node, url: str) -
     good = frames.read_bytes()
     frames.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
     with pytest.raises(ImageError, match="chunk 0"):
-        await b.images.pull("x", True, QUIET)
+        await b.images.pull("x", True, quiet)
     frames.write_bytes(good[:-1000])
     with pytest.raises(ImageError, match="cut"):
-        await b.images.pull("x", True, QUIET)
+        await b.images.pull("x", True, quiet)
     assert await start_on(b, "x") == [True]
     frames.write_bytes(good)
-    await b.images.pull("x", True, QUIET)
+    await b.images.pull("x", True, quiet)
     assert await start_on(b, "x") == [False]
 
 
@@ -299,10 +297,10 @@ async def test_a_pull_that_broke_off_goes_on_where_it_was(tmp_path: Path, a: Nod
     store = Flaky(Path(url))
     async with node(tmp_path / "c", store) as c:
         with pytest.raises(Unavailable):
-            await c.images.pull("x", True, QUIET)
+            await c.images.pull("x", True, quiet)
     async with node(tmp_path / "c", store) as c:
         store.left, store.asked = 1000, 0
-        await c.images.pull("x", True, QUIET)
+        await c.images.pull("x", True, quiet)
         chunks = made.layers[0].blob_bytes >> 20
         assert 0 < store.asked <= chunks - 3 + 1
         assert await start_on(c, "x") == [False]
@@ -361,7 +359,7 @@ async def test_gc_leaves_what_another_node_leases(tmp_path: Path, a: Node, b: No
     assert f"blobs/{hex_of(made.layers[0].blob or '')}.z" not in objects(url)
 
 
-async def test_what_comes_to_need_a_condemned_layer_waits_for_the_gc(a: Node, b: Node, url: str) -> None:
+async def test_what_comes_to_need_a_condemned_layer_waits_for_the_gc(a: Node, b: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The race that deletes data in stores without such a rule: gc has decided, an import finds the layer still there and skips it."""
     await a.load("x", {"data": content(12, 1 << 20)})
     await a.images.remove("x", ADMIN)
@@ -378,7 +376,7 @@ async def test_what_comes_to_need_a_condemned_layer_waits_for_the_gc(a: Node, b:
             await go_on.wait()
         await delete(keys)
 
-    shared.gc._blobs.delete = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(shared.gc._blobs, "delete", slowly)
     collecting = asyncio.create_task(a.images.collect_garbage())
     await deleting.wait()
     loading = asyncio.create_task(b.load("y", {"data": content(12, 1 << 20)}))
@@ -479,7 +477,7 @@ async def test_a_store_that_may_not_be_written_says_so(tmp_path: Path) -> None:
 async def test_a_node_that_knew_an_image_is_told_when_its_data_is_gone(a: Node, b: Node, url: str) -> None:
     """Metadata and table are still here; without a look at the store the sandbox would start, and read errors."""
     await a.load("x", {"data": content(30, 1 << 20)})
-    await b.images.pull("x", False, QUIET)
+    await b.images.pull("x", False, quiet)
     await a.images.remove("x", ADMIN)
     age(url)
     await a.images.collect_garbage()

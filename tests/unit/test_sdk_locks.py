@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,7 @@ def test_a_lock_stands_alone() -> None:
         Sandbox.create()
     with pytest.raises(InvalidArgument, match="either"):
         Sandbox.create("python", lock=LOCK)
-    for beside in ({"workspace": "x"}, {"toolkits": ["x"]}, {"network": "bridged"}, {"network_rules": {"x": True}}):
+    besides: list[dict[str, Any]] = [{"workspace": "x"}, {"toolkits": ["x"]}, {"network": "bridged"}, {"network_rules": {"x": True}}]
+    for beside in besides:
         with pytest.raises(InvalidArgument, match="beside"):
-            Sandbox.create(lock=LOCK, **beside)  # type: ignore[arg-type]
+            Sandbox.create(lock=LOCK, **beside)
