@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -54,9 +55,10 @@ class OnDemand:
         self._blobs = blobs
         self._prefetch = prefetch
         self._connecting: asyncio.Task[Blobfs] | None = None
-        self._tables: dict[str, bytes] = {}
-        """Chunk tables of the blobs that were registered, for a blobfs that has lost its own."""
+        self._looking = asyncio.Event()
+        """Set to have blobfs asked before its time."""
         self._adopted: set[str] = set()
+        """Blobs that the image store has as a whole while blobfs still shows them."""
         self._seen: set[str] = set()
         """Digests of images whose trace was replayed, or is being recorded."""
 
@@ -72,7 +74,6 @@ class OnDemand:
             for state in lazy:
                 if state.index is not None and state.layer.blob is not None:
                     await blobfs.register(_hex(state.layer.blob), state.index)
-                    self._tables[_hex(state.layer.blob)] = state.index
             await self._look_ahead(environment, blobfs, {state.layer.digest for state in lazy})
         return frozenset(_hex(state.layer.digest) for state in lazy)
 
@@ -85,15 +86,21 @@ class OnDemand:
                     await self._count(await self._blobfs())
                 except (BlobfsError, DSecError) as error:
                     _log.warning("what was read of images can't be counted", reason=str(error))
-            await asyncio.sleep(COUNT_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._looking.wait(), COUNT_EVERY_S)
+            self._looking.clear()
 
     async def _count(self, blobfs: Blobfs) -> None:
+        earlier = set(self._adopted)
         figures = (await blobfs.stats()).blobs
         read = {blob: BlobFigures(needed=one.needed, fetched=one.fetched, from_cache=one.from_cache) for blob, one in figures.items()}
         await self._images.record_reads(read)
         for blob, one in figures.items():
             if one.complete:
                 await self._adopt(blob)
+        # Not those of this look: a creation that was told before that its blob isn't whole may be about to mount it.
+        for blob in earlier.intersection(figures):
+            await self._let_go(blobfs, blob)
 
     def close(self) -> None:
         """Disconnects. What is mounted goes on."""
@@ -120,6 +127,17 @@ class OnDemand:
             # It goes on being read through blobfs, which has all of it.
             _log.warning("a complete blob can't be taken over", blob=blob, reason=str(error))
 
+    async def _let_go(self, blobfs: Blobfs, blob: str) -> None:
+        """What the image store has as a whole, blobfs need not have as well: its file there is bounded by nobody. While it is mounted it
+        stays."""
+        try:
+            await blobfs.forget(blob)
+        except BlobfsError as error:
+            if error.code != "conflict":
+                raise
+            return
+        self._adopted.discard(blob)
+
     def on_failed(self, blob: str, reason: str) -> None:
         """Reads gave an error: the sandboxes that are made of it are told why."""
         now = self._inventory.clock.wall()
@@ -128,16 +146,8 @@ class OnDemand:
                 sandbox.note(now, "storage", f"data of its image can't be read: {reason}")
 
     def on_reconnected(self) -> None:
-        """blobfs was restarted. It remembers its blobs; one whose table it couldn't keep is told again."""
-        self._inventory.tasks.start(self._register_again(), "register blobs again")
-
-    async def _register_again(self) -> None:
-        try:
-            blobfs = await self._blobfs()
-            for blob, index in list(self._tables.items()):
-                await blobfs.register(blob, index)
-        except BlobfsError as error:
-            _log.warning("blobs can't be registered again", reason=error.message)
+        """blobfs was restarted. It remembers its blobs; what became whole meanwhile nobody was told."""
+        self._looking.set()
 
     # -- what an earlier run read
 

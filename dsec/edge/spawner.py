@@ -239,7 +239,8 @@ class Spawner:
         return await self._verbs.call("create", arguments, Spawned)
 
     async def kill(self, sandbox: str, *, keep_scratch: bool = False) -> KillFigures:
-        """End a sandbox; returns when nothing of it is left in the kernel, but for its writable layer if ``keep_scratch``. Repeatable: of a
+        """End a sandbox; returns when nothing of it is left in the kernel but empty control groups, which go within 10 s, and its writable
+        layer if ``keep_scratch``. Repeatable: of a
         sandbox that isn't there, any leftovers are removed."""
         return await self._verbs.call("kill", {"sandbox": sandbox, "keep_scratch": keep_scratch}, KillFigures)
 

@@ -13,6 +13,7 @@ from edge_fakes import Images, Node, eventually
 from prometheus_client import CollectorRegistry
 
 from dsec.edge import Edge, EdgeConfig, ondemand
+from dsec.edge.blobfs import BlobFigures as Figures
 from dsec.edge.blobfs import Blobfs, BlobfsError, CacheFigures, Listener
 from dsec.images import Environment
 from dsec.images.pulling import LayerState
@@ -34,6 +35,8 @@ class FakeBlobfs(Blobfs):
         self.traced: set[str] = set()
         self.sealed: set[str] = set()
         self.refuses = False
+        self.complete: set[str] = set()
+        self.mounted = False
         self.listener: Listener | None = None
         self.reconnected: Callable[[], None] = lambda: None
 
@@ -60,7 +63,12 @@ class FakeBlobfs(Blobfs):
         return [(7, 20), (3, 10)]
 
     async def stats(self, blobs: Iterable[str] | None = None) -> CacheFigures:
-        return CacheFigures()
+        return CacheFigures(blobs={blob: Figures(size=1, complete=blob in self.complete) for blob in self.registered})
+
+    async def forget(self, blob: str) -> None:
+        if self.mounted:
+            raise BlobfsError("conflict", "it is mounted")
+        del self.registered[blob]
 
     def close(self) -> None: ...
 
@@ -183,11 +191,23 @@ async def test_without_a_blobfs_what_runs_on_lazy_layers_fails_and_tells_why(edg
     assert "blobfs" in (sandbox.record.reason or "")
 
 
-async def test_a_restarted_blobfs_is_told_its_tables_again(edge: Edge, blobfs: FakeBlobfs) -> None:
+async def test_what_became_whole_while_blobfs_was_away_is_taken_over(edge: Edge, images: LazyImages, blobfs: FakeBlobfs) -> None:
     await create(edge)
-    blobfs.registered.clear()
+    blobfs.complete.add(BLOB)
     blobfs.reconnected()
-    await eventually(lambda: blobfs.registered == {BLOB: INDEX})
+    await eventually(lambda: bool(images.adopted))
+
+
+async def test_a_whole_blob_is_left_to_the_image_store_once_it_is_not_mounted(edge: Edge, images: LazyImages, blobfs: FakeBlobfs) -> None:
+    await create(edge)
+    blobfs.mounted = True
+    blobfs.complete.add(BLOB)
+    blobfs.reconnected()
+    await eventually(lambda: bool(images.adopted))
+    assert blobfs.registered == {BLOB: INDEX}
+    blobfs.mounted = False
+    blobfs.reconnected()
+    await eventually(lambda: not blobfs.registered)
 
 
 async def test_what_a_first_run_reads_is_recorded(
