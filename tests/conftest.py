@@ -124,6 +124,29 @@ def stop_instance(instance: Instance) -> list[str]:
     return left
 
 
+@contextlib.contextmanager
+def own_instance(tar: Path, image: str, *, scratch_mb: int = 8192) -> Iterator[Instance]:
+    """An instance that nobody else uses, whose parts may be killed, with ``tar`` imported as ``image``. At the end nothing of it may be left."""
+    require_root()
+    with tempfile.TemporaryDirectory(prefix="dsec-own-", ignore_cleanup_errors=True) as home:
+        os.chmod(home, 0o755)
+        running = start_instance(Path(home), scratch_mb=scratch_mb)
+        try:
+            asyncio.run(load_base(running, tar, image))
+            yield running
+        finally:
+            left = stop_instance(running)
+            if left:
+                print((Path(home) / "up.log").read_text()[-6000:])
+        assert not left, left
+
+
+async def load_base(instance: Instance, tar: Path, image: str) -> None:
+    """Imports a base image."""
+    async with DSecClient(instance.url, instance.api_key) as client:
+        await client.images.import_(tar, name=image, kind="base")
+
+
 def require_root() -> None:
     if os.geteuid() != 0:
         pytest.fail("these tests make real namespaces, mounts and cgroups: run them as root")

@@ -21,7 +21,7 @@ import pytest
 from dsec.edge import EdgeConfig
 from dsec.edge.endings import ORPHANED
 from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxGone
-from tests.conftest import Instance, require_root, start_instance, stop_instance
+from tests.conftest import Instance, load_base, own_instance, require_root, start_instance, stop_instance
 
 IMAGE = "debian:chaos"
 
@@ -29,23 +29,8 @@ IMAGE = "debian:chaos"
 @pytest.fixture(scope="module")
 def shaken(base_tar: Path) -> Iterator[Instance]:
     """An instance of this module's own: its parts get killed."""
-    require_root()
-    with tempfile.TemporaryDirectory(prefix="dsec-chaos-", ignore_cleanup_errors=True) as home:
-        os.chmod(home, 0o755)
-        running = start_instance(Path(home))
-        try:
-            asyncio.run(_load(running, base_tar))
-            yield running
-        finally:
-            left = stop_instance(running)
-            if left:
-                print((Path(home) / "up.log").read_text()[-6000:])
-        assert not left, left
-
-
-async def _load(instance: Instance, tar: Path) -> None:
-    async with DSecClient(instance.url, instance.api_key) as client:
-        await client.images.import_(tar, name=IMAGE, kind="base")
+    with own_instance(base_tar, IMAGE) as running:
+        yield running
 
 
 @pytest.fixture
@@ -272,7 +257,7 @@ async def test_an_instance_stopped_softly_keeps_its_sandboxes_for_the_next_start
     with tempfile.TemporaryDirectory(prefix="dsec-soft-", ignore_cleanup_errors=True) as home:
         os.chmod(home, 0o755)
         first = await asyncio.to_thread(start_instance, Path(home), scratch_mb=2048)
-        await _load(first, base_tar)
+        await load_base(first, base_tar, IMAGE)
         async with DSecClient(first.url, first.api_key) as client:
             sandbox = await client.run_container(small())
             await sandbox.files.write("/kept", "still here")

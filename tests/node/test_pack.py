@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -21,7 +20,7 @@ from libdsec.errors import ImageError, InvalidArgument, SandboxGone
 from libdsec.schema import PackLine, PackRequest
 from libdsec.transport import Answer, encode
 from tests.chaos.test_kills import kill, serving
-from tests.conftest import Instance, require_root, start_instance, stop_instance
+from tests.conftest import Instance, own_instance
 
 DIFFS_MAX = 8
 """Diff layers that an image has at most (dsec.images.packing)."""
@@ -427,23 +426,8 @@ async def test_a_fork_that_is_asked_for_again_makes_nothing_twice(client: DSecCl
 @pytest.fixture(scope="module")
 def shaken(base_tar: Path) -> Iterator[Instance]:
     """An instance of this module's own: its parts get killed."""
-    require_root()
-    with tempfile.TemporaryDirectory(prefix="dsec-pack-", ignore_cleanup_errors=True) as home:
-        os.chmod(home, 0o755)
-        running = start_instance(Path(home), scratch_mb=4096)
-        try:
-            asyncio.run(_load(running, base_tar))
-            yield running
-        finally:
-            left = stop_instance(running)
-            if left:
-                print((Path(home) / "up.log").read_text()[-6000:])
-        assert not left, left
-
-
-async def _load(instance: Instance, tar: Path) -> None:
-    async with DSecClient(instance.url, instance.api_key) as client:
-        await client.images.import_(tar, name="base", kind="base")
+    with own_instance(base_tar, "base", scratch_mb=4096) as running:
+        yield running
 
 
 @pytest.fixture

@@ -2,45 +2,15 @@
 
 use std::io;
 
-use wire::capabilities::COMMAND_BITS;
+use wire::capabilities::{sets, Header, Words, COMMAND_BITS};
 
 use crate::kernel::{check, errno};
 
-/// _LINUX_CAPABILITY_VERSION_3: two words a set.
-const VERSION: u32 = 0x2008_0522;
 /// More numbers than any kernel has capabilities.
 const CAPABILITIES_MAX: libc::c_ulong = 63;
 
-#[repr(C)]
-pub struct Header {
-    version: u32,
-    pid: libc::c_int,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub struct Words {
-    effective: u32,
-    permitted: u32,
-    inheritable: u32,
-}
-
-/// What capset takes to make these the permitted and the effective set, with nothing inheritable.
-pub fn sets(bits: u64) -> (Header, [Words; 2]) {
-    let header = Header {
-        version: VERSION,
-        pid: 0,
-    };
-    let word = |shift: u32| Words {
-        effective: (bits >> shift) as u32,
-        permitted: (bits >> shift) as u32,
-        inheritable: 0,
-    };
-    (header, [word(0), word(32)])
-}
-
 fn set(bits: u64) -> io::Result<()> {
-    let (header, words) = sets(bits);
+    let (header, words) = (Header::OWN, sets(bits));
     // SAFETY: capset reads the header and two words of each set.
     check(unsafe { libc::syscall(libc::SYS_capset, &header, words.as_ptr()) } as libc::c_int)
         .map(drop)
@@ -52,10 +22,7 @@ pub fn of_commands() -> io::Result<u64> {
 }
 
 fn permitted() -> io::Result<u64> {
-    let header = Header {
-        version: VERSION,
-        pid: 0,
-    };
+    let header = Header::OWN;
     let mut words = [Words::default(); 2];
     // SAFETY: capget reads the header and writes two words of each set.
     check(unsafe { libc::syscall(libc::SYS_capget, &header, words.as_mut_ptr()) } as libc::c_int)?;

@@ -70,7 +70,13 @@ fn run() -> io::Result<io::Error> {
         confined?;
     }
     let children = block_signals()?;
-    let starter = Starter::new(groups, config.cookie, is_init, oom_score);
+    let starter = Starter::new(
+        groups,
+        config.cookie,
+        is_init,
+        capabilities::of_commands()?,
+        oom_score,
+    );
     Ok(Chronus::new(listener, children, starter, config.history)?.serve())
 }
 

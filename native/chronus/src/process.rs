@@ -7,7 +7,6 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use bare::CLONE_INTO_CGROUP;
 
-use crate::capabilities;
 use crate::cgroup::{Group, Groups};
 use crate::child::{self, Body, Child, Launch, Program, Stdio};
 use crate::execution::Execution;
@@ -69,6 +68,8 @@ pub struct Starter {
     /// clone3 into a cgroup isn't possible here (an old kernel, a filter, a hierarchy that refuses): fork, then move.
     fork_only: bool,
     strict: bool,
+    /// What a command of root's begins with.
+    capabilities: u64,
     /// Where programs are started that share this process's memory for a moment.
     areas: Areas,
     /// /proc/self/oom_score_adj, opened while this process could.
@@ -82,6 +83,7 @@ impl Starter {
         groups: Option<Groups>,
         cookie: (u64, u64),
         strict: bool,
+        capabilities: u64,
         oom_score: Option<OwnedFd>,
     ) -> Starter {
         Starter {
@@ -90,6 +92,7 @@ impl Starter {
             cookie,
             fork_only: false,
             strict,
+            capabilities,
             areas: Areas::default(),
             oom_score,
             raised: false,
@@ -223,7 +226,7 @@ impl Starter {
             cwd: child.cwd,
             no_new_privs: child.no_new_privs,
             pipes,
-            capabilities: capabilities::of_commands().unwrap_or(0),
+            capabilities: self.capabilities,
             strict,
             report,
         };

@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use bare::{call, CloneArgs, Stack, CLONE_INTO_CGROUP};
 
+use wire::capabilities::{sets, Header};
+
 use crate::child::STATUS_FD;
 use crate::execution::Execution;
 use crate::report::{Report, Stage};
@@ -251,7 +253,7 @@ unsafe fn become_user(account: &Account, capabilities: u64) -> Result<(), i32> {
         .result()?;
         call!(libc::SYS_setresgid, gid, gid, gid).result()?;
         call!(libc::SYS_setresuid, uid, uid, uid).result()?;
-        let (header, words) = crate::capabilities::sets(bits);
+        let (header, words) = (Header::OWN, sets(bits));
         call!(libc::SYS_capset, &raw const header, words.as_ptr())
             .result()
             .map(drop)

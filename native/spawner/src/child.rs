@@ -9,7 +9,7 @@ use std::os::fd::RawFd;
 use libc::{c_int, c_ulong, sock_filter, sock_fprog};
 
 use bare::{call, CloneArgs, Outcome};
-use wire::capabilities;
+use wire::capabilities::{self, Header, Words};
 
 use crate::covers;
 use crate::sysapi::{MAX_SENT_FDS, MOVE_MOUNT_F_EMPTY_PATH};
@@ -472,31 +472,11 @@ unsafe fn loopback_up() -> Outcome {
 
 /// chronus keeps, across its exec, what its commands may have at most: its id isn't root's in the sandbox, so ambient capabilities must carry it.
 unsafe fn raise_capabilities() -> Outcome {
-    #[repr(C)]
-    struct Header {
-        version: u32,
-        pid: c_int,
-    }
-    #[repr(C)]
-    #[derive(Clone, Copy)]
-    struct Data {
-        effective: u32,
-        permitted: u32,
-        inheritable: u32,
-    }
-    const VERSION_3: u32 = 0x2008_0522;
     const PR_CAP_AMBIENT_RAISE: c_int = 2;
     // SAFETY: header and data are what the two calls take, and outlive them.
     unsafe {
-        let header = Header {
-            version: VERSION_3,
-            pid: 0,
-        };
-        let mut data = [Data {
-            effective: 0,
-            permitted: 0,
-            inheritable: 0,
-        }; 2];
+        let header = Header::OWN;
+        let mut data = [Words::default(); 2];
         let got = call!(libc::SYS_capget, &raw const header, data.as_mut_ptr());
         if got.0 < 0 {
             return got;

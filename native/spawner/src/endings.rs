@@ -3,6 +3,7 @@
 //! When a memory group goes, the kernel looks at the LRU lists of every superblock there is, five for each live sandbox: in the middle of ending
 //! thousands, that was a quarter of all work. Once their mounts are gone there is next to nothing to look at.
 
+use std::collections::HashSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -69,9 +70,9 @@ impl Endings {
         }
     }
 
-    /// Whether the sandbox's groups are about to be removed.
-    pub fn waits(&self, id: &str) -> bool {
-        self.lock().ids.iter().any(|one| one == id)
+    /// The sandboxes whose groups are about to be removed.
+    pub fn waiting(&self) -> HashSet<String> {
+        self.lock().ids.iter().cloned().collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Emptied> {
@@ -88,9 +89,9 @@ mod tests {
         let endings = Endings::default();
         endings.leave("a");
         endings.leave("b");
-        assert!(endings.waits("a"));
+        assert!(endings.waiting().contains("a"));
         assert_eq!(endings.next(), ["a", "b"]);
-        assert!(!endings.waits("a"));
+        assert!(endings.waiting().is_empty());
     }
 
     #[test]

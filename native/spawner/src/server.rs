@@ -561,7 +561,8 @@ impl Server {
             listed.iter().map(|one| one.sandbox.clone()).collect();
         let mut strays = kept;
         let groups = self.node.cgroups.list().into_iter();
-        strays.extend(groups.filter(|id| !self.endings.waits(id)));
+        let waiting = self.endings.waiting();
+        strays.extend(groups.filter(|id| !waiting.contains(id)));
         strays.sort();
         strays.dedup();
         for id in strays.into_iter().filter(|id| !known.contains(id)) {

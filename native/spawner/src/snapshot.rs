@@ -12,6 +12,8 @@ use std::process::{Child, Command};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use wire::capabilities::{Header, Words};
+
 use crate::node::Node;
 use crate::sysapi::{self, check};
 
@@ -302,20 +304,6 @@ struct ReaderStart {
     spawner: libc::pid_t,
 }
 
-#[repr(C)]
-struct CapabilityHeader {
-    version: u32,
-    pid: libc::c_int,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct CapabilitySets {
-    effective: u32,
-    permitted: u32,
-    inheritable: u32,
-}
-
 impl ReaderStart {
     /// Executes the program; returns only what kept it from that.
     fn become_it(&self) -> io::Error {
@@ -341,20 +329,16 @@ impl ReaderStart {
 
     /// capabilities(7): ambient ones are what a program without file capabilities keeps at exec. Raw calls, for libc's concern all threads.
     fn confine(&self) -> io::Result<()> {
-        const VERSION_3: u32 = 0x2008_0522;
         let succeed = |result: libc::c_int| check(libc::c_long::from(result)).map(drop);
         let bits = READER_SET.iter().fold(0, |bits, number| bits | 1 << number);
-        let header = CapabilityHeader {
-            version: VERSION_3,
-            pid: 0,
-        };
+        let header = Header::OWN;
         let sets = [
-            CapabilitySets {
+            Words {
                 effective: bits,
                 permitted: bits,
                 inheritable: bits,
             },
-            CapabilitySets::default(),
+            Words::default(),
         ];
         // SAFETY: plain integers and a constant string; for capset a valid header with the two sets that version 3 has.
         unsafe {

@@ -1,4 +1,4 @@
-//! The capabilities that a sandbox's commands may have at most, which are also all that chronus has.
+//! The capabilities that a sandbox's commands may have at most, which are also all that chronus has; and what capget(2) and capset(2) take.
 
 /// Docker's default set less NET_RAW and MKNOD, as numbers of linux/capability.h: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID,
 /// SETUID, SETPCAP, NET_BIND_SERVICE, SYS_CHROOT, AUDIT_WRITE, SETFCAP.
@@ -14,4 +14,38 @@ const fn bits() -> u64 {
         place += 1;
     }
     bits
+}
+
+/// Whose capabilities are meant: the caller's.
+#[repr(C)]
+pub struct Header {
+    version: u32,
+    pid: i32,
+}
+
+impl Header {
+    /// _LINUX_CAPABILITY_VERSION_3: two words a set.
+    pub const OWN: Header = Header {
+        version: 0x2008_0522,
+        pid: 0,
+    };
+}
+
+/// One word of each set.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct Words {
+    pub effective: u32,
+    pub permitted: u32,
+    pub inheritable: u32,
+}
+
+/// The sets with these bits effective and permitted, and nothing inheritable.
+#[must_use]
+pub fn sets(bits: u64) -> [Words; 2] {
+    [0, 32].map(|shift| Words {
+        effective: (bits >> shift) as u32,
+        permitted: (bits >> shift) as u32,
+        inheritable: 0,
+    })
 }

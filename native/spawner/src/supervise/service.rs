@@ -9,6 +9,8 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use wire::capabilities::{Header, Words};
+
 use crate::options::Options;
 
 /// Variables of our own environment that the service gets. Others may hold secrets of whoever started us, or name places that it can't reach.
@@ -294,28 +296,10 @@ fn keep_open(descriptor: RawFd) -> io::Result<()> {
     succeed(unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) })
 }
 
-#[repr(C)]
-struct CapabilityHeader {
-    version: u32,
-    pid: libc::c_int,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct CapabilitySets {
-    effective: u32,
-    permitted: u32,
-    inheritable: u32,
-}
-
 /// Leaves no capability in any set, and no way to get one back.
 fn drop_privileges(uid: u32, gid: u32) -> io::Result<()> {
-    const VERSION_3: u32 = 0x2008_0522;
-    let header = CapabilityHeader {
-        version: VERSION_3,
-        pid: 0,
-    };
-    let none = [CapabilitySets::default(); 2];
+    let header = Header::OWN;
+    let none = [Words::default(); 2];
     // SAFETY: plain integers, and for capset a valid header with the two sets that version 3 has.
     unsafe {
         let mut capability: libc::c_ulong = 0;
