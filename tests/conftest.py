@@ -126,7 +126,8 @@ def stop_instance(instance: Instance) -> list[str]:
 
 @contextlib.contextmanager
 def own_instance(tar: Path, image: str, *, scratch_mb: int = 8192) -> Iterator[Instance]:
-    """An instance that nobody else uses, whose parts may be killed, with ``tar`` imported as ``image``. At the end nothing of it may be left."""
+    """An instance that nobody else uses, whose parts may be killed, with ``tar`` imported as ``image``. At the end nothing of it may be
+    left."""
     require_root()
     with tempfile.TemporaryDirectory(prefix="dsec-own-", ignore_cleanup_errors=True) as home:
         os.chmod(home, 0o755)
