@@ -76,11 +76,12 @@ async def main(root, archive):
         nonlocal most
         while not over.is_set():
             sizes = 0
-            for path in (root / "images").rglob("*"):
-                try:
-                    sizes += path.stat().st_blocks * 512
-                except OSError:
-                    pass
+            for directory, _, names in os.walk(root / "images"):  # passes over what is removed meanwhile, unlike rglob
+                for name in names:
+                    try:
+                        sizes += os.stat(os.path.join(directory, name)).st_blocks * 512
+                    except OSError:
+                        pass
             most = max(most, sizes)
             await asyncio.sleep(0.002)
     watching = asyncio.create_task(watch())
