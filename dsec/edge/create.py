@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.starts import Origin
 from dsec.edge.validation import check_run_args, check_seconds
 from libdsec.errors import DSecError, InvalidArgument
-from libdsec.schema import MAX_BATCH, CreateItem, CreateRequest, RunArgs
+from libdsec.schema import MAX_BATCH, AnyRunArgs, CreateItem, CreateRequest, RunArgs
 
 _body = Body(CreateRequest, large=("items", "args"))
 _to_json = msgspec.json.Encoder().encode
