@@ -38,6 +38,10 @@ class Files:
     sandbox's user. Any call may raise FileNotFound, PermissionDenied, Conflict (it exists, it isn't empty, it is busy), InvalidArgument (a
     directory where a file is needed, say), DiskFull and FileError, all with the kernel's ``errno``, and what every call of a sandbox
     raises.
+
+    A call whose answer is lost is repeated by the SDK and recognized by the platform, so that it is carried out once. Only a restart of the
+    service in between makes it a new call: :meth:`move` and :meth:`remove` may then raise FileNotFound, :meth:`mkdir` without ``parents``
+    Conflict, for what they have done.
     """
 
     def __init__(self, transport: Transport, sandbox_path: str, workdir: str) -> None:
@@ -135,15 +139,15 @@ class Files:
 
     async def mkdir(self, path: SandboxPath, *, parents: bool = True, mode: int | None = None) -> None:
         """Make a directory. With ``parents`` also what is missing above it, and one that exists already is no error. ``mode``: permission
-        bits, 0o755 unless told. Safe to repeat with ``parents``."""
+        bits, 0o755 unless told. Safe to repeat with ``parents``; without it your own repetition raises Conflict."""
         await self._change("mkdir", path=self._absolute(path), parents=parents, mode=None if mode is None else f"{mode:o}")
 
     async def move(self, path: SandboxPath, to: SandboxPath) -> None:
-        """Rename within a filesystem, replacing an existing file. A repetition may raise FileNotFound."""
+        """Rename within a filesystem, replacing an existing file. Your own repetition raises FileNotFound."""
         await self._change("move", path=self._absolute(path), to=self._absolute(to, "to"))
 
     async def remove(self, path: SandboxPath, *, recursive: bool = False) -> None:
-        """Remove a file or an empty directory; with ``recursive=True`` a whole tree, without following symlinks. A repetition may raise
+        """Remove a file or an empty directory; with ``recursive=True`` a whole tree, without following symlinks. Your own repetition raises
         FileNotFound."""
         await self._change("remove", path=self._absolute(path), recursive=recursive or None)
 

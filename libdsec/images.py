@@ -177,9 +177,11 @@ class Images:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
         Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
-        the store, PermissionDenied. A repetition raises ImageNotFound.
+        the store, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat it, for a repetition of what
+        was done raises ImageNotFound.
         """
-        return await self._transport.call("DELETE", self._transport.at(_path(reference)), _image)
+        async with self._transport.request("DELETE", self._transport.at(_path(reference))) as response:
+            return _image.decode(response.headers.get("Content-Type", ""), await response.read())
 
     async def push(self, reference: str, *, progress: Progress | None = None) -> ImageInfo:
         """Send an image that the server's node has to the store that it shares with others. Imports do so by themselves; this is for images

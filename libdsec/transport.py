@@ -3,7 +3,7 @@
 Owns connections, encodings, backoff and the mapping from HTTP answers to :mod:`libdsec.errors`. Knows no route: the callers name paths.
 
 What is retried: connection failures and the ``unavailable`` error, for calls whose repetition the platform recognizes (they carry an
-idempotency key or an exec_id) or that change nothing. Everything else is raised as it is.
+idempotency key or an exec_id), or whose repetition leaves things as the call did. Everything else is raised as it is.
 """
 
 from __future__ import annotations

@@ -15,12 +15,14 @@ from libdsec.schema import SandboxEvent, State
 
 if TYPE_CHECKING:
     from dsec.edge.channel import Channel
+    from dsec.edge.once import Acts
 
 
 class Sandbox:
     """A sandbox of which kernel objects exist or are about to: its record, its channel, and who uses it."""
 
     __slots__ = (
+        "acts",
         "askers",
         "busy",
         "channel",
@@ -64,6 +66,8 @@ class Sandbox:
         """An edge that starts now would take the journal's row for an untold one."""
         self.events = EventLog()
         self.commands: dict[str, CommandEntry] | None = None
+        self.acts: Acts | None = None
+        """What was done by calls with an idempotency key; made with the first one."""
         self.starting: asyncio.Task[DSecError | None] | None = None
         """The creation; its value is why it failed."""
         self.starters = 0

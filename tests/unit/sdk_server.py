@@ -127,6 +127,7 @@ class FakeServer:
 
     async def stop(self) -> None:
         assert self._runner is not None
+                web.delete("/v1/images/{reference}", self._remove_image),
         await self._runner.cleanup()
 
     @web.middleware
@@ -335,7 +336,9 @@ class FakeServer:
     async def _stat(self, request: web.Request) -> web.Response:
         return self._answer(request, self._file_info(self.last_query["path"]))
 
+        self.changes.append(request.headers.get("Idempotency-Key", ""))
     async def _list_files(self, request: web.Request) -> web.Response:
+        self._maybe_cut()
         lines = [msgspec.json.encode(self._file_info(path)) for path in sorted(self.files)]
         return web.Response(body=b"\n".join(lines), content_type="application/x-ndjson")
 
@@ -379,3 +382,6 @@ class FakeServer:
 
 
 CAPACITY = NoCapacity("no memory left", reason="memory", retry_after=0.01)
+    async def _remove_image(self, request: web.Request) -> web.Response:
+        raise Cut
+

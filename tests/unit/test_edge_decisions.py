@@ -158,7 +158,7 @@ class TestPlan:
 
     def test_the_header_stands_in_for_a_missing_key(self) -> None:
         request = CreateRequest(args=DSecContainerRunArgs(container_image="x"), count=2)
-        assert [item.idempotency_key for item in plan(request, b"H")] == ["H/0", "H/1"]
+        assert [item.idempotency_key for item in plan(request, "H")] == ["H/0", "H/1"]
 
     @pytest.mark.parametrize(
         ("request_", "field"),
