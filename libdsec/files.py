@@ -20,7 +20,7 @@ from libdsec.paths import SandboxPath, path_bytes
 from libdsec.schema import FileEvent, FileInfo, TarSummary
 from libdsec.streams import pieces
 from libdsec.tar import OutsideLinks, file_chunks, in_thread, pack, unpack
-from libdsec.transport import NDJSON, OCTETS, Answer, QueryValue, Transport, split_lines
+from libdsec.transport import OCTETS, Answer, QueryValue, Transport
 
 WRITE_BATCH = 4 << 20
 """Bytes of a download that are written to the local disk at a time, in a thread, while the next ones arrive."""
@@ -240,9 +240,7 @@ class FileWatch:
         self._events: AsyncIterator[FileEvent] | None = None
 
     async def __aenter__(self) -> FileWatch:
-        request = self._transport.request("GET", self._url, headers={"Accept": NDJSON})
-        response = await self._connection.enter_async_context(request)
-        self._events = split_lines(response, _file_event)
+        self._events = await self._connection.enter_async_context(self._transport.open_lines("GET", self._url, _file_event))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -9,8 +9,10 @@ idempotency key or an exec_id), or whose repetition leaves things as the call di
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -55,6 +57,8 @@ FIRST_CONTACT_S = 3.0
 BACKOFF_MIN_S = 0.02
 BACKOFF_MAX_S = 2.0
 STEADY_S = 5.0
+LEAVE_S = 5.0
+"""How long the rest of an answer is read that its reader leaves early: the server stops at once, so this is for a slow network."""
 """An attempt that lived this long was a working connection: the next failure starts a new row."""
 ERROR_BODY_LIMIT = 64 << 10
 """Bytes of an error body that is not ours (a proxy's page) which are looked at."""
@@ -314,11 +318,26 @@ class Transport:
         """The items of an NDJSON answer, each as soon as its line is there. One attempt: a break raises Unavailable.
 
         ``body`` is a msgpack request body, ``data`` a stream of bytes; at most one of them is given.
+        async with self.open_lines(method, url, answer, body=body, data=data, headers=headers) as items:
+            async for item in items:
+                yield item
+
+    @asynccontextmanager
+    async def open_lines(
+        self,
+        method: str,
+        url: URL,
+        answer: Answer[T],
+        *,
+        body: bytes | None = None,
+        data: AsyncIterable[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[Lines[T], None]:
+        """:meth:`lines`, entered when the answer has begun, for a reader who may stop early and needs to know what was sent to it."""
         """
         all_headers = {"Accept": NDJSON, "Content-Type": MSGPACK if body is not None else OCTETS, **(headers or {})}
         async with self.request(method, url, data=body if body is not None else data, headers=all_headers) as response:
-            async for item in split_lines(response, answer):
-                yield item
+            yield Lines(response, answer)
 
     async def websocket(self, url: URL, *, max_message: int = 4 << 20) -> aiohttp.ClientWebSocketResponse:
         """A WebSocket. Raises what the server answers instead of the upgrade, Unavailable when it can't be reached."""
@@ -349,16 +368,50 @@ class _Source:
             raise
 
 
-async def split_lines(response: aiohttp.ClientResponse, answer: Answer[T]) -> AsyncGenerator[T, None]:
-    """The items of an NDJSON response, each as soon as its line is complete."""
-    rest = b""
-    async for chunk in response.content.iter_any():
-        *complete, rest = (rest + chunk).split(b"\n")
-        for line in complete:
-            if line:
-                yield answer.decode_line(line)
-    if rest.strip():
-        yield answer.decode_line(rest)
+class Lines(Generic[T]):
+    """The items of an NDJSON response, each as soon as its line is complete. A wait for the next one that is cancelled loses nothing."""
+
+    def __init__(self, response: aiohttp.ClientResponse, answer: Answer[T]) -> None:
+        self._response = response
+        self._answer = answer
+        self._complete: deque[bytes] = deque()
+        self._rest = b""
+
+    def __aiter__(self) -> Lines[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._complete:
+            chunk = await self._response.content.readany()
+            if not chunk:
+                last, self._rest = self._rest, b""
+                if not last.strip():
+                    raise StopAsyncIteration
+                return self._answer.decode_line(last)
+            *complete, self._rest = (self._rest + chunk).split(b"\n")
+            self._complete.extend(filter(None, complete))
+        return self._answer.decode_line(self._complete.popleft())
+
+    async def left_over(self) -> list[T]:
+        """Ends the answer from this side, and returns the items that the server had sent by then and nobody has taken.
+
+        Our half of the connection is closed. A server takes that for a client that went away: it begins nothing more, and what it had
+        handed over before still comes, in front of its own end. Over TLS a half can't be closed: then it is what has arrived.
+        """
+        connection = self._response.connection
+        transport = None if connection is None else connection.transport
+        if transport is not None and transport.can_write_eof():
+            transport.write_eof()
+            patience_s = LEAVE_S
+        else:
+            patience_s = 0.0
+        items: list[T] = []
+        # The answer that was cut short by us ends as a broken one.
+        with contextlib.suppress(StopAsyncIteration, TimeoutError, *CONNECTION_ERRORS):
+            async with asyncio.timeout(patience_s):
+                while True:
+                    items.append(await anext(self))
+        return items
 
 
 def _make_socket(address: tuple[int, int, int, str, tuple[str, int]]) -> socket.socket:
