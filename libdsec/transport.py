@@ -35,6 +35,7 @@ from libdsec.errors import (
     Unavailable,
     from_body,
 )
+from libdsec.keepalive import keep_alive
 
 MSGPACK = "application/msgpack"
 NDJSON = "application/x-ndjson"
@@ -44,8 +45,6 @@ CONNECT_TIMEOUT_S = 10.0
 """A TCP connection that isn't there by then counts as refused."""
 KEEPALIVE_S = 30.0
 """Idle connections are dropped by us before the server does it (after 75 s), so that no request meets one that is just being closed."""
-TCP_IDLE_S = 30
-"""Seconds of silence after which the kernel probes a connection: a host that vanished is noticed though calls have no time limit."""
 READ_BUFFER = 4 << 20
 """Bytes that may wait in a response before its connection stops reading: large, so that one chunk is handled while the next ones arrive."""
 SEND_CHUNK = 1 << 20
@@ -57,9 +56,9 @@ FIRST_CONTACT_S = 3.0
 BACKOFF_MIN_S = 0.02
 BACKOFF_MAX_S = 2.0
 STEADY_S = 5.0
+"""An attempt that lived this long was a working connection: the next failure starts a new row."""
 LEAVE_S = 5.0
 """How long the rest of an answer is read that its reader leaves early: the server stops at once, so this is for a slow network."""
-"""An attempt that lived this long was a working connection: the next failure starts a new row."""
 ERROR_BODY_LIMIT = 64 << 10
 """Bytes of an error body that is not ours (a proxy's page) which are looked at."""
 
@@ -318,6 +317,7 @@ class Transport:
         """The items of an NDJSON answer, each as soon as its line is there. One attempt: a break raises Unavailable.
 
         ``body`` is a msgpack request body, ``data`` a stream of bytes; at most one of them is given.
+        """
         async with self.open_lines(method, url, answer, body=body, data=data, headers=headers) as items:
             async for item in items:
                 yield item
@@ -334,7 +334,6 @@ class Transport:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Lines[T], None]:
         """:meth:`lines`, entered when the answer has begun, for a reader who may stop early and needs to know what was sent to it."""
-        """
         all_headers = {"Accept": NDJSON, "Content-Type": MSGPACK if body is not None else OCTETS, **(headers or {})}
         async with self.request(method, url, data=body if body is not None else data, headers=all_headers) as response:
             yield Lines(response, answer)
@@ -419,9 +418,8 @@ def _make_socket(address: tuple[int, int, int, str, tuple[str, int]]) -> socket.
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TCP_IDLE_S)
+    # Calls have no time limit: a host that vanished must be noticed without.
+    keep_alive(made)
     return made
 
 
