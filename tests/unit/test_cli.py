@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import select
@@ -136,7 +137,7 @@ class FakeEdge:
 
     async def stdin(self, request: Request) -> Response:
         self.typed += await request.body()
-        if b"exit\r" in self.typed:
+        if b"exit\r" in self.typed or request.query_params["eof"] == "true":
             self.ended.set()
         return Response(status_code=204)
 
@@ -236,9 +237,9 @@ class Ran:
         self.code, self.stdout, self.stderr = result.exit_code, result.stdout, result.stderr
 
 
-def dsec(*words: str) -> subprocess.CompletedProcess[bytes]:
+def dsec(*words: str, stdin: int | None = None) -> subprocess.CompletedProcess[bytes]:
     """The command as a process of its own: for what goes straight to descriptors."""
-    return subprocess.run([sys.executable, "-m", "dsec.cli", *words], capture_output=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-m", "dsec.cli", *words], stdin=stdin, capture_output=True, timeout=60, check=False)
 
 
 def every_command() -> list[tuple[str, ...]]:
@@ -377,6 +378,57 @@ def test_a_debian_image_is_asked_for_by_suite_and_packages(service: Service, mon
     async def import_(_: Images, source: str, **more: object) -> ImageInfo:
         asked.update(source=source, **more)
         return ImageInfo(name="py", version=1, kind="base", digest="sha256:0", layers=[], config=ImageConfig(), created_at=0, size=5)
+
+@pytest.fixture
+def reader(service: Service) -> Iterator[SandboxInfo]:
+    """A sandbox whose commands end when their input does, or when they are killed."""
+    edge = service.edge
+    edge.silent, edge.killed, edge.typed, edge.ended = True, False, b"", asyncio.Event()
+    yield edge.make("debian", {})
+    edge.silent = False
+
+
+@pytest.mark.parametrize("source", ["file", "empty file", "/dev/null", "pipe"])
+def test_exec_sends_its_input_whatever_that_is(service: Service, reader: SandboxInfo, tmp_path: Path, source: str) -> None:
+    content = b"" if source in ("empty file", "/dev/null") else b"line\n" * 1000
+    if source == "pipe":
+        descriptor, writing = os.pipe()
+        os.write(writing, content)
+        os.close(writing)
+    else:
+        path = tmp_path / "input"
+        path.write_bytes(content)
+        descriptor = os.open("/dev/null" if source == "/dev/null" else path, os.O_RDONLY)
+    try:
+        done = dsec("exec", "-i", reader.id, "--", "cat", stdin=descriptor)
+        assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_NONBLOCK, "whoever shares it would see that"
+    finally:
+        os.close(descriptor)
+    assert (done.returncode, done.stdout) == (3, b"prompt$ ")
+    assert service.edge.typed == content
+    assert not service.edge.killed
+
+
+def test_exec_ends_with_its_command_though_its_input_goes_on(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    descriptor, writing = os.pipe()
+    try:
+        assert dsec("exec", "-i", sandbox.id, "--", "true", stdin=descriptor).returncode == 3
+    finally:
+        os.close(descriptor)
+        os.close(writing)
+
+
+def test_exec_fails_and_kills_its_command_if_its_input_cannot_be_read(service: Service, reader: SandboxInfo, tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT)
+    try:
+        done = dsec("exec", "-i", reader.id, "--", "cat", stdin=descriptor)
+    finally:
+        os.close(descriptor)
+    assert done.returncode == 1
+    assert b"Bad file descriptor" in done.stderr
+    assert service.edge.killed
+
 
     monkeypatch.setattr(Images, "import_", import_)
     assert Ran("image", "debian", "py", "--package", "git", "-p", "python3", "--json").code == 0
