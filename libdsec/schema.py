@@ -256,6 +256,20 @@ class ProcessInfo(msgspec.Struct, kw_only=True):
     exit_code: int | None = None
 
 
+class CommandEntry(msgspec.Struct, kw_only=True):
+    """One of a sandbox's last commands as its edge remembers it: ``GET /v1/sandboxes/{id}/commands``, which a failed sandbox answers too.
+    ``exit_code`` and ``duration_s`` are None while it runs."""
+
+    exec_id: str
+    command: str
+    """Its command line, shortened."""
+    started_at: float
+    exit_code: int | None = None
+    duration_s: float | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+
+
 class SignalRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /exec/{exec_id}/signal``. ``tree`` reaches every process of the command instead of its leader's group; only KILL takes it."""
 

@@ -181,7 +181,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get",
         f"{_SB}/commands",
         "The last commands as the edge remembers them, also of a failed sandbox",
-        response=_json(list[schema.ProcessInfo]),
+        response=_json(list[schema.CommandEntry]),
     ),
     Operation("get", f"{_SB}/processes", "Processes inside", response=_json(list[schema.ProcessEntry])),
     Operation("get", f"{_SB}/metrics", "What it uses now", response=_json(schema.Metrics)),

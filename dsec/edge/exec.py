@@ -12,7 +12,7 @@ import msgspec
 
 from dsec.edge.call import OCTETS, Body, Call, Socket
 from dsec.edge.channel import Channel, ChannelError, ExecEntry, Exit, Shell, Start, Stream
-from dsec.edge.commands import CommandEntry, shorten
+from dsec.edge.commands import shorten
 from dsec.edge.ids import new_exec_id
 from dsec.edge.sandbox import Sandbox, os_encode
 from dsec.edge.sandboxes import Sandboxes
@@ -21,6 +21,7 @@ from libdsec.errors import DeadlineExceeded, InvalidArgument, ProcessNotFound
 from libdsec.schema import (
     MAX_ARGS_BYTES,
     MAX_OUTPUT_LIMIT,
+    CommandEntry,
     CommandResult,
     ExecRequest,
     ProcessInfo,

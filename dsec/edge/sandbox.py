@@ -6,12 +6,12 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING
 
-from dsec.edge.commands import COMMANDS_MAX, CommandEntry
+from dsec.edge.commands import COMMANDS_MAX
 from dsec.edge.events import EventLog
 from dsec.edge.record import Record
 from dsec.edge.states import Step, Writer, check_transition
 from libdsec.errors import Conflict, DSecError, SandboxFailed, SandboxGone
-from libdsec.schema import SandboxEvent, State
+from libdsec.schema import CommandEntry, SandboxEvent, State
 
 if TYPE_CHECKING:
     from dsec.edge.channel import Channel

@@ -35,6 +35,7 @@ from dsec.store import Store
 from libdsec.errors import ErrorBody, ErrorEnvelope
 from libdsec.images import Images
 from libdsec.schema import (
+    CommandEntry,
     CommandResult,
     CreateItem,
     CreateRequest,
@@ -71,7 +72,7 @@ class FakeEdge:
                 Route("/v1/sandboxes/{id}", self.stop, methods=["DELETE"]),
                 Route("/v1/sandboxes/{id}/exec", self.exec, methods=["POST"]),
                 Route("/v1/sandboxes/{id}/exec", self.commands),
-                Route("/v1/sandboxes/{id}/commands", self.commands),
+                Route("/v1/sandboxes/{id}/commands", self.last_commands),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}", self.command),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/wait", self.wait),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/stdout", self.stdout),
@@ -128,6 +129,10 @@ class FakeEdge:
 
     async def commands(self, request: Request) -> Response:
         return answer([ProcessInfo(exec_id="ex-1", argv=["echo", "\x1b[31mred"], running=False, exit_code=0)])
+
+    async def last_commands(self, request: Request) -> Response:
+        ended = CommandEntry(exec_id="ex-1", command="echo \x1b[31mred", started_at=1.0, exit_code=7, duration_s=2.5)
+        return answer([ended, CommandEntry(exec_id="ex-2", command="sleep 9", started_at=2.0)])
 
     async def command(self, request: Request) -> Response:
         return answer(ProcessInfo(exec_id="ex-1", argv=["echo"], running=False, exit_code=3, stdout_total=4))
@@ -309,6 +314,17 @@ def test_tables_carry_no_control_characters_of_a_sandbox(service: Service, words
     assert "\x07" not in ran.stdout
 
 
+def test_debug_shows_the_last_commands_and_how_they_ended(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    commands = {entry["exec_id"]: entry for entry in json.loads(Ran("debug", sandbox.id, "--json").stdout)["commands"]}
+    assert commands["ex-1"]["exit_code"] == 7
+    shown = Ran("debug", sandbox.id).stdout
+    assert "exit 7 after 2.5 s" in shown and "red" in shown
+    assert "running" in shown.partition("sleep 9")[0].splitlines()[-1]
+    service.edge.sandboxes[sandbox.id] = msgspec.structs.replace(sandbox, state="failed")
+    assert "no end seen" in Ran("debug", sandbox.id).stdout
+
+
 def test_create_prints_an_id_a_line(service: Service) -> None:
     ran = Ran("create", "debian", "-n", "3")
     assert ran.code == 0
@@ -363,22 +379,6 @@ def test_exec_in_a_fresh_sandbox_leaves_none(service: Service) -> None:
     assert [info.state for info in service.edge.sandboxes.values()] == ["stopped"]
 
 
-def test_logs_shows_both_streams_apart(service: Service) -> None:
-    sandbox = service.edge.make("debian", {})
-    done = dsec("logs", sandbox.id, "ex-1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"out\xfe\n", b"err\n")
-
-
-# -- images
-
-
-def test_a_debian_image_is_asked_for_by_suite_and_packages(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, object] = {}
-
-    async def import_(_: Images, source: str, **more: object) -> ImageInfo:
-        asked.update(source=source, **more)
-        return ImageInfo(name="py", version=1, kind="base", digest="sha256:0", layers=[], config=ImageConfig(), created_at=0, size=5)
-
 @pytest.fixture
 def reader(service: Service) -> Iterator[SandboxInfo]:
     """A sandbox whose commands end when their input does, or when they are killed."""
@@ -429,6 +429,22 @@ def test_exec_fails_and_kills_its_command_if_its_input_cannot_be_read(service: S
     assert b"Bad file descriptor" in done.stderr
     assert service.edge.killed
 
+
+def test_logs_shows_both_streams_apart(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    done = dsec("logs", sandbox.id, "ex-1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"out\xfe\n", b"err\n")
+
+
+# -- images
+
+
+def test_a_debian_image_is_asked_for_by_suite_and_packages(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    async def import_(_: Images, source: str, **more: object) -> ImageInfo:
+        asked.update(source=source, **more)
+        return ImageInfo(name="py", version=1, kind="base", digest="sha256:0", layers=[], config=ImageConfig(), created_at=0, size=5)
 
     monkeypatch.setattr(Images, "import_", import_)
     assert Ran("image", "debian", "py", "--package", "git", "-p", "python3", "--json").code == 0
