@@ -256,7 +256,7 @@ class FakeServer:
         return info
 
     async def _get(self, request: web.Request) -> web.Response:
-        return self._answer(request, self._info(request))
+        return self._answer(request, self._live(request))
 
     async def _patch(self, request: web.Request) -> web.Response:
         change = await self._body(request, PatchRequest)

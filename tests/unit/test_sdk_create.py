@@ -235,7 +235,9 @@ class TestShortForm:
     async def test_it_takes_a_client_and_leaves_it_open(self, client: DSecClient) -> None:
         async with Sandbox.create("python:3.11", client=client) as sandbox:
             pass
-        assert (await client.get(sandbox.id)).state == "stopped"
+        with pytest.raises(SandboxGone):
+            await client.get(sandbox.id)
+        assert (await sandbox.stop()).state == "stopped"
 
     def test_wrong_arguments_are_named(self) -> None:
         with pytest.raises(InvalidArgument, match="memory_limit_mb"):
