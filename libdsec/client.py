@@ -4,41 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import os
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
 from yarl import URL
 
 from libdsec.config import resolve
-from libdsec.errors import DeadlineExceeded, DSecError, InvalidArgument, NoCapacity, Unavailable, from_body
+from libdsec.errors import DeadlineExceeded, DSecError, InvalidArgument, NoCapacity, Unavailable, Unsupported, from_body
 from libdsec.images import Images
 from libdsec.keys import Keys
 from libdsec.nodes import Nodes
-from libdsec.sandbox import Sandbox
+from libdsec.sandbox import DEADLINE_GRACE_S, Sandbox, stop_all
 from libdsec.schema import (
     MAX_BATCH,
+    AnyRunArgs,
     Backend,
     CreateItem,
     DoctorReport,
     DSecContainerRunArgs,
+    DSecFullVMRunArgs,
     DSecMicroVMRunArgs,
     RunArgs,
     SandboxInfo,
     SandboxPage,
     State,
 )
-from libdsec.transport import Answer, Retry, Transport, encode
+from libdsec.transport import Answer, Lines, Retry, Transport, encode
 
 PAGE = 1000
 """Sandboxes asked for at a time by ``list``."""
-DEADLINE_GRACE_S = 5.0
-"""The server keeps a create request's deadline; only if it hasn't spoken this much later does the client."""
 
 _sandbox_info = Answer(SandboxInfo)
 _sandbox_page = Answer(SandboxPage)
@@ -61,6 +63,8 @@ class DSecClient:
 
     ``url``, ``api_key`` and ``project`` default to ``DSEC_URL``, ``DSEC_API_KEY`` and ``DSEC_PROJECT``, and after those to the server that
     ``dsec up`` runs on this machine. ``async with DSecClient() as client``, or ``open`` and ``close``. A client belongs to one event loop.
+
+    ``project``: in which an administrator's key acts instead of its own; another project than its own is refused to any other key.
 
     Raises InvalidArgument when no address is to be found. Every call may raise AuthenticationError, PermissionDenied, and Unavailable when
     the server can't be reached: after 3 seconds if it never was, else after a minute of trying.
@@ -104,13 +108,14 @@ class DSecClient:
 
     # -- making sandboxes -----------------------------------------------------------------------------------------------------------------
 
-    async def run(self, args: RunArgs, *, timeout: float | None = None) -> Sandbox:
+    async def run(self, args: AnyRunArgs, *, timeout: float | None = None) -> Sandbox:
         """Make one sandbox and return it when it answers.
 
         ``timeout``: seconds, then DeadlineExceeded, and nothing of the sandbox stays. While there is time left, a refusal for want of
-        capacity is tried again as often as the server proposes. Raises InvalidArgument, ImageNotFound, ImageError, QuotaExceeded,
-        NoCapacity (its ``reason`` says what is short), Unsupported (backend). Interrupted calls are repeated with the same idempotency
-        key, so no second sandbox comes of it; repeating the call yourself is safe with an ``args.idempotency_key`` of your own.
+        capacity is tried again as often as the server proposes. Cancelled, it takes back what it has made, unless that has a key of
+        yours. Raises InvalidArgument, ImageNotFound, ImageError, QuotaExceeded, NoCapacity (its ``reason`` says what is short),
+        Unsupported (backend). Interrupted calls are repeated with the same idempotency key, so no second sandbox comes of it; repeating
+        the call yourself is safe with an ``args.idempotency_key`` of your own.
         """
         return self._sandbox(await self._create_one(args, timeout))
 
@@ -122,14 +127,18 @@ class DSecClient:
         """:meth:`run` for a microVM."""
         return await self.run(_of_kind(args, DSecMicroVMRunArgs), timeout=timeout)
 
-    async def _create_one(self, args: RunArgs, timeout: float | None) -> SandboxInfo:
-        keyed = _with_keys([args], count=1)
+    async def run_full_vm(self, args: DSecFullVMRunArgs, *, timeout: float | None = None) -> Sandbox:
+        """:meth:`run` for a full VM. Raises Unsupported: no node has this backend."""
+        return await self.run(_of_kind(args, DSecFullVMRunArgs), timeout=timeout)
+
+    async def _create_one(self, args: AnyRunArgs, timeout: float | None) -> SandboxInfo:
+        wanted = _with_keys([args], count=1)
         clock = asyncio.get_running_loop().time
         deadline = None if timeout is None else clock() + timeout
         retry = self.transport.retry(deadline) if timeout is None else Retry(timeout, deadline)
         while True:
             started = clock()
-            outcome = await self._outcome(keyed, deadline)
+            outcome = await self._outcome(wanted, deadline)
             if isinstance(outcome, SandboxInfo):
                 return outcome
             error = outcome
@@ -140,10 +149,10 @@ class DSecClient:
                 raise error
             await asyncio.sleep(delay)
 
-    async def _outcome(self, keyed: builtins.list[RunArgs], deadline: float | None) -> SandboxInfo | DSecError:
+    async def _outcome(self, wanted: _Wanted, deadline: float | None) -> SandboxInfo | DSecError:
         """What became of a request for one sandbox. A node may refuse the item, or the whole request when its queue is full."""
         try:
-            [item] = [item async for item in self._create(keyed, deadline)]
+            [item] = [item async for item in self._create(wanted, deadline)]
         except NoCapacity as error:
             return error
         if item.sandbox is not None:
@@ -152,7 +161,7 @@ class DSecClient:
         return from_body(item.error)
 
     async def run_many(
-        self, args: RunArgs | Sequence[RunArgs], *, count: int = 1, timeout: float | None = None
+        self, args: AnyRunArgs | Sequence[AnyRunArgs], *, count: int = 1, timeout: float | None = None
     ) -> AsyncGenerator[RunItem, None]:
         """Make ``count`` sandboxes of one kind, or one for each element of a sequence (at most 32,000), in one request.
 
@@ -161,43 +170,67 @@ class DSecClient:
         taken back and comes as a DeadlineExceeded item. Raises what concerns the request as a whole (InvalidArgument, AuthenticationError,
         Unavailable).
 
+        Left early (by ``break``, an exception, cancelling), it stops what the server had made by then and the caller wasn't given, and the
+        server makes no more. What has an ``idempotency_key`` of the caller's lives on: the caller can ask for it again.
+
         A broken answer is asked for again with the same idempotency keys, for what is missing: nothing is made twice. With
         ``args.idempotency_key`` set, sandbox i of ``count`` has the key ``<key>/<i>``: a client that starts again finds the same ones.
         Those that the one before was not told of wait two minutes for that; then they are stopped, and their keys answer SandboxGone.
         """
-        keyed = _with_keys([args] if isinstance(args, DSecContainerRunArgs | DSecMicroVMRunArgs) else list(args), count)
+        wanted = _with_keys([args] if isinstance(args, AnyRunArgs) else list(args), count)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        async for item in self._create(keyed, deadline):
-            if item.sandbox is not None:
-                yield RunItem(index=item.index, sandbox=self._sandbox(item.sandbox))
-            elif item.error is not None:
-                yield RunItem(index=item.index, error=from_body(item.error))
+        async with contextlib.aclosing(self._create(wanted, deadline)) as items:
+            async for item in items:
+                if item.sandbox is not None:
+                    yield RunItem(index=item.index, sandbox=self._sandbox(item.sandbox))
+                elif item.error is not None:
+                    yield RunItem(index=item.index, error=from_body(item.error))
 
-    async def _create(self, keyed: builtins.list[RunArgs], deadline: float | None) -> AsyncGenerator[CreateItem, None]:
-        """The items of a create request, asked for again until every one was answered; indices are those of ``keyed``."""
+    async def _create(self, wanted: _Wanted, deadline: float | None) -> AsyncGenerator[CreateItem, None]:
+        """The items of a create request, asked for again until every one was answered; indices are those of ``wanted``.
+
+        Left early, it stops what was made and not given away, as far as nobody else has the key by which to ask for it.
+        """
         clock = asyncio.get_running_loop().time
-        missing = dict(enumerate(keyed))
+        missing = dict(enumerate(wanted.items))
         retry: Retry | None = None
         while missing:
             indices = list(missing)
             started = clock()
-            left = None if deadline is None else max(0.0, deadline - started)
-            try:
-                async with aclosing(self._ask_for(list(missing.values()), left)) as answers:
-                    while missing:
-                        # Only waiting for the server is limited, not what the caller does with an item.
-                        async with asyncio.timeout(None if left is None else started + left + DEADLINE_GRACE_S - clock()):
-                            item = await anext(answers)
-                        item.index = indices[item.index]
-                        if missing.pop(item.index, None) is not None:
-                            yield item
+            left = None if deadline is None else deadline - started
+            if left is not None and left <= 0:
+                late = DeadlineExceeded("the request's deadline passed before the server could be asked again").body()
+                for index in indices:
+                    yield CreateItem(index=index, error=late)
                 return
-            except StopAsyncIteration:
-                error = Unavailable(f"the server ended its answer with {len(missing)} of {len(keyed)} sandboxes missing")
+            silence = None if left is None else started + left + DEADLINE_GRACE_S
+            try:
+                async with AsyncExitStack() as connection:
+                    async with asyncio.timeout_at(silence):
+                        answers = await connection.enter_async_context(self._ask_for(list(missing.values()), left))
+                    try:
+                        while missing:
+                            # Only waiting for the server is limited, not what the caller does with an item.
+                            async with asyncio.timeout_at(silence):
+                                item = await anext(answers, None)
+                            if item is None:
+                                break
+                            item.index = indices[item.index]
+                            if missing.pop(item.index, None) is not None:
+                                yield item
+                    except (GeneratorExit, asyncio.CancelledError):
+                        if missing:
+                            untold = await answers.left_over()
+                            made = [item.sandbox for item in untold if item.sandbox and indices[item.index] in wanted.named_here]
+                            await stop_all(map(self._sandbox, made))
+                        raise
+                if not missing:
+                    return
+                error = Unavailable(f"the server ended its answer with {len(missing)} of {len(wanted.items)} sandboxes missing")
             except Unavailable as failure:
                 error = failure
             except TimeoutError as failure:
-                text = f"{len(missing)} of {len(keyed)} sandboxes weren't ready in time, and the server is silent"
+                text = f"{len(missing)} of {len(wanted.items)} sandboxes weren't ready in time, and the server is silent"
                 raise DeadlineExceeded(text) from failure
             retry = retry or self.transport.retry(deadline)
             delay = retry.delay(error, attempt_started=started, now=clock())
@@ -205,10 +238,10 @@ class DSecClient:
                 raise error
             await asyncio.sleep(delay)
 
-    def _ask_for(self, items: builtins.list[RunArgs], timeout_s: float | None) -> AsyncGenerator[CreateItem, None]:
+    def _ask_for(self, items: builtins.list[RunArgs], timeout_s: float | None) -> contextlib.AbstractAsyncContextManager[Lines[CreateItem]]:
         shared = {} if timeout_s is None else {"timeout_s": timeout_s}
         body = {"args": _given(items[0]), **shared} if len(items) == 1 else {"items": [_given(item) for item in items], **shared}
-        return self.transport.lines("POST", self.transport.at("/v1/sandboxes"), _create_item, body=encode(body))
+        return self.transport.open_lines("POST", self.transport.at("/v1/sandboxes"), _create_item, body=encode(body))
 
     # -- finding sandboxes ----------------------------------------------------------------------------------------------------------------
 
@@ -218,7 +251,8 @@ class DSecClient:
         return self._sandbox(info)
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
-        """A sandbox's record; of a stopped one for 24 hours. Raises SandboxNotFound. Safe to repeat."""
+        """A sandbox's record, also of a failed one. Raises SandboxNotFound, and SandboxGone (when and why) of one that was stopped: for 24
+        hours ``list(state="stopped")`` shows those. Safe to repeat."""
         url = self.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}")
         return await self.transport.call("GET", url, _sandbox_info)
 
@@ -254,24 +288,40 @@ class DSecClient:
         return await self.transport.call("GET", self.transport.at("/v1/doctor"), _doctor_report)
 
 
-def _of_kind(args: RunArgs, kind: type[RunArgs]) -> RunArgs:
+def _of_kind(args: AnyRunArgs, kind: type[AnyRunArgs]) -> AnyRunArgs:
     if not isinstance(args, kind):
         raise InvalidArgument(f"{kind.__name__} is wanted, not {type(args).__name__}", field="args")
     return args
 
 
-def _with_keys(items: list[RunArgs], count: int) -> list[RunArgs]:
-    """One element for each sandbox, each with an idempotency key of its own. Raises InvalidArgument for a batch of the wrong size."""
+class _Wanted(NamedTuple):
+    """What a create request asks for."""
+
+    items: list[RunArgs]
+    """One for each sandbox, each with an idempotency key of its own."""
+    named_here: frozenset[int]
+    """Places of those whose key was made here: nobody but this call can ask for them again."""
+
+
+def _with_keys(asked: list[AnyRunArgs], count: int) -> _Wanted:
+    """Raises InvalidArgument for a batch of the wrong size, Unsupported for a full VM, of which only the name exists."""
+    items = [args for args in asked if not isinstance(args, DSecFullVMRunArgs)]
+    if len(items) < len(asked):
+        raise Unsupported("there is no full VM backend yet; use a container", field="backend")
     if count != 1 and len(items) != 1:
         raise InvalidArgument("count goes with one args, not with a sequence", field="count")
     if count < 1 or not 0 < len(items) * count <= MAX_BATCH:
         raise InvalidArgument(f"a batch has 1 to {MAX_BATCH} sandboxes, not {len(items) * count}", field="count")
     if count > 1:
         base = items[0].idempotency_key or secrets.token_hex(12)
-        return [msgspec.structs.replace(items[0], idempotency_key=f"{base}/{index}") for index in range(count)]
-    return [
-        item if item.idempotency_key is not None else msgspec.structs.replace(item, idempotency_key=secrets.token_hex(12)) for item in items
+        keyed = [msgspec.structs.replace(items[0], idempotency_key=f"{base}/{index}") for index in range(count)]
+        return _Wanted(keyed, frozenset(range(count) if items[0].idempotency_key is None else ()))
+    named_here = frozenset(index for index, item in enumerate(items) if item.idempotency_key is None)
+    keyed = [
+        msgspec.structs.replace(item, idempotency_key=secrets.token_hex(12)) if index in named_here else item
+        for index, item in enumerate(items)
     ]
+    return _Wanted(keyed, named_here)
 
 
 def _given(args: RunArgs) -> dict[str, object]:

@@ -20,7 +20,7 @@ from libdsec.paths import SandboxPath, path_bytes
 from libdsec.schema import FileEvent, FileInfo, TarSummary
 from libdsec.streams import pieces
 from libdsec.tar import OutsideLinks, file_chunks, in_thread, pack, unpack
-from libdsec.transport import NDJSON, OCTETS, Answer, QueryValue, Transport, split_lines
+from libdsec.transport import OCTETS, Answer, QueryValue, Transport
 
 WRITE_BATCH = 4 << 20
 """Bytes of a download that are written to the local disk at a time, in a thread, while the next ones arrive."""
@@ -38,6 +38,10 @@ class Files:
     sandbox's user. Any call may raise FileNotFound, PermissionDenied, Conflict (it exists, it isn't empty, it is busy), InvalidArgument (a
     directory where a file is needed, say), DiskFull and FileError, all with the kernel's ``errno``, and what every call of a sandbox
     raises.
+
+    A call whose answer is lost is repeated by the SDK and recognized by the platform, so that it is carried out once. Only a restart of the
+    service in between makes it a new call: :meth:`move` and :meth:`remove` may then raise FileNotFound, :meth:`mkdir` without ``parents``
+    Conflict, for what they have done.
     """
 
     def __init__(self, transport: Transport, sandbox_path: str, workdir: str) -> None:
@@ -135,15 +139,15 @@ class Files:
 
     async def mkdir(self, path: SandboxPath, *, parents: bool = True, mode: int | None = None) -> None:
         """Make a directory. With ``parents`` also what is missing above it, and one that exists already is no error. ``mode``: permission
-        bits, 0o755 unless told. Safe to repeat with ``parents``."""
+        bits, 0o755 unless told. Safe to repeat with ``parents``; without it your own repetition raises Conflict."""
         await self._change("mkdir", path=self._absolute(path), parents=parents, mode=None if mode is None else f"{mode:o}")
 
     async def move(self, path: SandboxPath, to: SandboxPath) -> None:
-        """Rename within a filesystem, replacing an existing file. A repetition may raise FileNotFound."""
+        """Rename within a filesystem, replacing an existing file. Your own repetition raises FileNotFound."""
         await self._change("move", path=self._absolute(path), to=self._absolute(to, "to"))
 
     async def remove(self, path: SandboxPath, *, recursive: bool = False) -> None:
-        """Remove a file or an empty directory; with ``recursive=True`` a whole tree, without following symlinks. A repetition may raise
+        """Remove a file or an empty directory; with ``recursive=True`` a whole tree, without following symlinks. Your own repetition raises
         FileNotFound."""
         await self._change("remove", path=self._absolute(path), recursive=recursive or None)
 
@@ -236,9 +240,7 @@ class FileWatch:
         self._events: AsyncIterator[FileEvent] | None = None
 
     async def __aenter__(self) -> FileWatch:
-        request = self._transport.request("GET", self._url, headers={"Accept": NDJSON})
-        response = await self._connection.enter_async_context(request)
-        self._events = split_lines(response, _file_event)
+        self._events = await self._connection.enter_async_context(self._transport.open_lines("GET", self._url, _file_event))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

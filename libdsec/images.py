@@ -6,10 +6,8 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import io
 import os
 import secrets
-import stat
 import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ from libdsec.errors import ImageError, InvalidArgument, Unavailable, from_body
 from libdsec.locks import Lock
 from libdsec.registry_login import find_login
 from libdsec.schema import FsckLine, ImageChange, ImageFinding, ImageInfo, ImagePage, ImageReads, ImportLine, RegistryImport
-from libdsec.tar import CHUNK, END, file_chunks, in_thread
+from libdsec.tar import CHUNK, file_chunks, in_thread, write_archive
 from libdsec.transport import Answer, encode
 
 if TYPE_CHECKING:
@@ -177,9 +175,11 @@ class Images:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
         Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
-        the store, PermissionDenied. A repetition raises ImageNotFound.
+        the store, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat it, for a repetition of what
+        was done raises ImageNotFound.
         """
-        return await self._transport.call("DELETE", self._transport.at(_path(reference)), _image)
+        async with self._transport.request("DELETE", self._transport.at(_path(reference))) as response:
+            return _image.decode(response.headers.get("Content-Type", ""), await response.read())
 
     async def push(self, reference: str, *, progress: Progress | None = None) -> ImageInfo:
         """Send an image that the server's node has to the store that it shares with others. Imports do so by themselves; this is for images
@@ -358,79 +358,14 @@ async def _process_output(command: builtins.list[str]) -> AsyncGenerator[bytes, 
 
 def pack_tree(root: Path) -> Iterator[bytes]:
     """The content of directory ``root`` as a PAX archive with everything that a layer keeps: numeric owners, modes, times in nanoseconds,
-    hardlinks, devices, xattrs. Sockets are left out. Memory doesn't grow with the tree but by what hardlinks there are.
-
-    A file that changes while it is read is cut or filled up with zeros: headers go first.
-    """
-    seen: dict[tuple[int, int], bytes] = {}
-    pending = bytearray()
-    for path, name in _walk(os.fsencode(root)):
-        status = os.lstat(path)
-        header, size = _header(path, name, status, seen)
-        pending += header
-        if size:
-            with open(path, "rb", buffering=0) as file:
-                yield from _content(file, size, pending)
-            pending += bytes(-size % tarfile.BLOCKSIZE)
-        if len(pending) >= CHUNK:
-            yield bytes(pending)
-            pending.clear()
-    yield bytes(pending) + END
+    hardlinks, devices, xattrs."""
+    return write_archive(root, _for_layer)
 
 
-def _walk(root: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Path and archive name of everything below ``root``, parents first, sorted."""
-    yield root, b"./"
-    directories = [(root, b"")]
-    while directories:
-        directory, prefix = directories.pop()
-        below = []
-        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-            name = prefix + entry.name
-            yield entry.path, name
-            if entry.is_dir(follow_symlinks=False):
-                below.append((entry.path, name + b"/"))
-        directories += reversed(below)
-
-
-def _content(file: io.RawIOBase, size: int, pending: bytearray) -> Iterator[bytes]:
-    """Appends ``size`` bytes of ``file`` to ``pending``, which is given away whenever it is large enough."""
-    left = size
-    while left:
-        piece = file.read(min(CHUNK, left)) or bytes(min(CHUNK, left))
-        left -= len(piece)
-        pending += piece
-        if len(pending) >= CHUNK:
-            yield bytes(pending)
-            pending.clear()
-
-
-def _header(path: bytes, name: bytes, status: os.stat_result, seen: dict[tuple[int, int], bytes]) -> tuple[bytes, int]:
-    """The header of a file (nothing for a socket), and the bytes of content that must follow it."""
-    member = tarfile.TarInfo(os.fsdecode(name))
-    member.mode = stat.S_IMODE(status.st_mode)
+def _for_layer(member: tarfile.TarInfo, path: bytes, status: os.stat_result) -> tarfile.TarInfo:
     member.uid, member.gid = status.st_uid, status.st_gid
-    size = 0
-    match stat.S_IFMT(status.st_mode):
-        case stat.S_IFREG:
-            first = seen.setdefault((status.st_dev, status.st_ino), name) if status.st_nlink > 1 else name
-            if first == name:
-                size = member.size = status.st_size
-            else:
-                member.type, member.linkname = tarfile.LNKTYPE, os.fsdecode(first)
-        case stat.S_IFDIR:
-            member.type = tarfile.DIRTYPE
-        case stat.S_IFLNK:
-            member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(os.readlink(path))
-        case stat.S_IFIFO:
-            member.type = tarfile.FIFOTYPE
-        case stat.S_IFCHR | stat.S_IFBLK:
-            member.type = tarfile.CHRTYPE if stat.S_ISCHR(status.st_mode) else tarfile.BLKTYPE
-            member.devmajor, member.devminor = os.major(status.st_rdev), os.minor(status.st_rdev)
-        case _:
-            return b"", 0
     member.pax_headers = {"mtime": _timestamp(status.st_mtime_ns), **_xattrs(path)}
-    return member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"), size
+    return member
 
 
 def _timestamp(nanoseconds: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal as signals
 from collections.abc import AsyncGenerator, AsyncIterator
 from urllib.parse import quote
@@ -128,10 +129,12 @@ class Process:
         """Send a signal (``"TERM"``, ``"SIGTERM"``, 15, ``signal.SIGTERM``) to the command's process group.
 
         ``tree=True`` reaches every process of the command, also those that left the group; only KILL takes it.
-        Raises InvalidArgument (no such signal), ProcessNotFound. A repetition may signal twice.
+        Raises InvalidArgument (no such signal), ProcessNotFound. An interrupted call is recognized, so that it signals once (unless the
+        service was restarted meanwhile); your own repetition signals again.
         """
         request = SignalRequest(signal=_signal_name(signal), tree=tree)
-        await self._transport.send("POST", self._transport.at(f"{self._path}/signal"), body=encode(request))
+        headers = {"Idempotency-Key": secrets.token_hex(12)}
+        await self._transport.send("POST", self._transport.at(f"{self._path}/signal"), body=encode(request), headers=headers)
 
     async def kill(self) -> None:
         """SIGKILL to every process of the command. Killing one that has ended changes nothing. Raises ProcessNotFound. Safe to repeat."""

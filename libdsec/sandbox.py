@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -17,12 +17,14 @@ import msgspec
 from libdsec.errors import (
     CommandFailed,
     Conflict,
+    DeadlineExceeded,
     DSecError,
     InvalidArgument,
     NotFound,
     ProcessNotFound,
     SandboxGone,
     Unavailable,
+    Unsupported,
     from_body,
 )
 from libdsec.files import Files
@@ -68,6 +70,10 @@ START_POLL_S = 0.01
 """Pause between looks for a command whose standard input is about to be streamed."""
 ERROR_TAIL = 400
 """Characters of stderr that the message of a CommandFailed shows."""
+DEADLINE_GRACE_S = 5.0
+"""The server keeps the deadline of a create or fork request; only if it hasn't spoken this much later does the client."""
+STOPS_AT_ONCE = 64
+"""Sandboxes that are stopped at once, where it may be thousands: each takes a connection."""
 
 _sandbox_info = Answer(SandboxInfo)
 _command_result = Answer(CommandResult)
@@ -108,7 +114,7 @@ class Sandbox:
         image: str | None = None,
         *,
         lock: Lock | str | os.PathLike[str] | None = None,
-        backend: Literal["container", "microvm"] = "container",
+        backend: Literal["container", "microvm", "fullvm"] = "container",
         client: DSecClient | None = None,
         timeout: float | None = None,
         workspace: str | None = None,
@@ -170,6 +176,8 @@ class Sandbox:
             "container": DSecContainerRunArgs,
             "microvm": DSecMicroVMRunArgs,
         }
+        if backend == "fullvm":
+            raise Unsupported("there is no full VM backend yet; use a container", field="backend")
         if backend not in kinds:
             raise InvalidArgument(f"backend {backend!r} is none of {', '.join(kinds)}", field="backend")
         try:
@@ -199,8 +207,8 @@ class Sandbox:
         return f"<Sandbox {self.id} {self.backend} {self.state}>"
 
     async def info(self) -> SandboxInfo:
-        """The sandbox's record: state, limits, labels, times. Of a stopped one: when, why and what it used, for 24 hours. Safe to
-        repeat."""
+        """The sandbox's record: state, limits, labels, times. Of one that was stopped SandboxGone says when and why; :meth:`stop` answers
+        its record, with what it used, for 24 hours. Safe to repeat."""
         if not (self._transport.closed and self._own_client):
             self._info = await self._transport.call("GET", self._transport.at(self._path), _sandbox_info)
         return self._info
@@ -461,18 +469,7 @@ class Sandbox:
         """
         request = PackRequest(name=name, exclude=tuple(exclude), labels=dict(labels or {}), leftovers=leftovers)
         headers = {"Idempotency-Key": secrets.token_hex(12)}
-        clock = asyncio.get_running_loop().time
-        retry: Retry | None = None
-        while True:
-            started = clock()
-            try:
-                return await self._pack(request, headers, progress)
-            except Unavailable as error:
-                retry = retry or self._transport.retry(None)
-                delay = retry.delay(error, attempt_started=started, now=clock())
-                if delay is None:
-                    raise
-            await asyncio.sleep(delay)
+        return await self._transport.repeat(lambda: self._pack(request, headers, progress))
 
     async def _pack(self, request: PackRequest, headers: Mapping[str, str], progress: Callable[[str], None] | None) -> PackResult:
         url = self._transport.at(f"{self._path}/pack")
@@ -490,6 +487,7 @@ class Sandbox:
         self,
         count: int = 1,
         *,
+        memory: bool = False,
         memory_limit_mb: int | None = None,
         cpu_cores_limit: float | None = None,
         disk_limit_mb: int | None = None,
@@ -505,12 +503,15 @@ class Sandbox:
 
         Processes don't come along, nor what is in /dev/shm and other memory. Layers, limits, environment, labels and lifetimes are those of
         this sandbox but for what is given: ``env`` is set over its environment, ``labels`` replace its labels. ``disk_limit_mb`` covers the
-        files that they begin with. ``info().forked_from`` tells where they come from.
+        files that they begin with. ``info().forked_from`` tells where they come from. ``memory=True``, with processes and all, is
+        Unsupported for a container.
 
         All or nothing: if one fails, the others are stopped and its error is raised (as :meth:`DSecClient.run` raises them). ``timeout``:
         seconds, then DeadlineExceeded. An interrupted call is taken up again with the same keys, so nothing is made twice; what wasn't
         begun before starts with the files of that later moment (``info().forked_at``). Sandbox i has the key ``<idempotency_key>/<i>``.
         """
+        if memory:
+            raise Unsupported(f"a fork of a {self.backend} has its files only, not its memory", field="memory")
         request = ForkRequest(
             count=count,
             memory_limit_mb=memory_limit_mb,
@@ -527,7 +528,7 @@ class Sandbox:
         try:
             await self._fork(request, made, timeout)
         except BaseException:
-            await asyncio.gather(*(child.stop() for child in made.values()), return_exceptions=True)
+            await stop_all(made.values())
             raise
         return [made[index] for index in sorted(made)]
 
@@ -538,27 +539,51 @@ class Sandbox:
         retry: Retry | None = None
         while True:
             started = clock()
-            request.timeout_s = None if deadline is None else max(0.001, deadline - started)
+            request.timeout_s = None if deadline is None else deadline - started
+            if request.timeout_s is not None and request.timeout_s <= 0:
+                raise DeadlineExceeded(f"{request.count - len(made)} of {request.count} sandboxes weren't ready in time")
             try:
-                async with aclosing(self._forked(request)) as items:
-                    async for item in items:
-                        if item.error is not None:
-                            raise from_body(item.error)
-                        if item.sandbox is not None:
-                            made[item.index] = Sandbox(self._transport, item.sandbox)
+                async with asyncio.timeout_at(None if deadline is None else deadline + DEADLINE_GRACE_S):
+                    failures = await self._forked(request, made)
+                lasting = next((failure for failure in failures if not isinstance(failure, Unavailable)), None)
+                if lasting is not None:
+                    raise lasting
                 if len(made) == request.count:
                     return
-                error = Unavailable(f"the server ended its answer with {request.count - len(made)} of {request.count} sandboxes missing")
+                text = f"the server ended its answer with {request.count - len(made)} of {request.count} sandboxes missing"
+                error = failures[0] if failures else Unavailable(text)
             except Unavailable as failure:
                 error = failure
+            except TimeoutError as failure:
+                text = f"{request.count - len(made)} of {request.count} sandboxes weren't ready in time, and the server is silent"
+                raise DeadlineExceeded(text) from failure
             retry = retry or self._transport.retry(deadline)
             delay = retry.delay(error, attempt_started=started, now=clock())
             if delay is None:
                 raise error
             await asyncio.sleep(delay)
 
-    def _forked(self, request: ForkRequest) -> AsyncGenerator[CreateItem, None]:
-        return self._transport.lines("POST", self._transport.at(f"{self._path}/fork"), _create_item, body=encode(request))
+    async def _forked(self, request: ForkRequest, made: dict[int, Sandbox]) -> list[DSecError]:
+        """One attempt, read to its end whatever fails in it: the server counts what it wrote as told, so what comes behind a failure would
+        live on, and only the caller of ``made`` can stop it. Returns the items' errors."""
+        failures: list[DSecError] = []
+
+        def take(item: CreateItem) -> None:
+            if item.error is not None:
+                failures.append(from_body(item.error))
+            elif item.sandbox is not None:
+                made[item.index] = Sandbox(self._transport, item.sandbox)
+
+        url = self._transport.at(f"{self._path}/fork")
+        async with self._transport.open_lines("POST", url, _create_item, body=encode(request)) as items:
+            try:
+                async for item in items:
+                    take(item)
+            except asyncio.CancelledError:
+                for item in await items.left_over():
+                    take(item)
+                raise
+        return failures
 
     # -- ports ----------------------------------------------------------------------------------------------------------------------------
 
@@ -616,6 +641,17 @@ class SandboxCreation(contextlib.AbstractAsyncContextManager[Sandbox]):
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._sandbox is not None
         await self._sandbox.stop()
+
+
+async def stop_all(sandboxes: Iterable[Sandbox]) -> None:
+    """Stop sandboxes that nobody will be given. One that can't be stopped now is left: the error on the way is the caller's concern."""
+    turns = asyncio.Semaphore(STOPS_AT_ONCE)
+
+    async def stop(sandbox: Sandbox) -> None:
+        async with turns:
+            await sandbox.stop()
+
+    await asyncio.gather(*map(stop, sandboxes), return_exceptions=True)
 
 
 def _new_exec_id() -> str:

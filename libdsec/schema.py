@@ -28,11 +28,16 @@ Backend = Literal["fncall", "container", "microvm", "fullvm"]
 State = Literal["creating", "running", "pausing", "paused", "resuming", "stopping", "stopped", "failed", "lost"]
 
 
-class SandboxArgs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a sandbox is made of, whatever the backend. Limits are limits, not reservations."""
+class ImageArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """The one argument that may be given without its name."""
 
     container_image: str
     """Base image: a name in the image store (``python:3.11``, ``python:3.11@3`` for a version) or a ``sha256:`` digest."""
+
+
+class SandboxArgs(ImageArgs, kw_only=True, forbid_unknown_fields=True):
+    """What a sandbox is made of, whatever the backend. Limits are limits, not reservations."""
+
     workspace: str | None = None
     toolkits: tuple[str, ...] = ()
     """Layers on top of the base, first one lowest."""
@@ -65,15 +70,24 @@ class DSecMicroVMRunArgs(SandboxArgs, kw_only=True, tag_field="backend", tag="mi
     """A sandbox with a kernel of its own."""
 
 
+class DSecFullVMRunArgs(msgspec.Struct, tag_field="backend", tag="fullvm"):
+    """A machine with a disk of its own and any operating system. No node has this backend: whatever takes these raises Unsupported."""
+
+    disk_image: str = ""
+    profile: str = "linux"
+
+
 RunArgs = DSecContainerRunArgs | DSecMicroVMRunArgs
+AnyRunArgs = RunArgs | DSecFullVMRunArgs
+"""What may be asked for, whether or not there is a node for it."""
 
 
 class CreateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/sandboxes``: ``args`` and ``count``, or ``items``. Answered by one CreateItem a line (NDJSON), as each gets ready."""
 
-    args: RunArgs | None = None
+    args: AnyRunArgs | None = None
     count: int = 1
-    items: list[RunArgs] | None = None
+    items: list[AnyRunArgs] | None = None
     timeout_s: float | None = None
     """Deadline of the request; what isn't ready by then is taken back and reported as ``deadline_exceeded``."""
 
@@ -240,6 +254,20 @@ class ProcessInfo(msgspec.Struct, kw_only=True):
     stdout_total: int = 0
     stderr_total: int = 0
     exit_code: int | None = None
+
+
+class CommandEntry(msgspec.Struct, kw_only=True):
+    """One of a sandbox's last commands as its edge remembers it: ``GET /v1/sandboxes/{id}/commands``, which a failed sandbox answers too.
+    ``exit_code`` and ``duration_s`` are None while it runs."""
+
+    exec_id: str
+    command: str
+    """Its command line, shortened."""
+    started_at: float
+    exit_code: int | None = None
+    duration_s: float | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
 
 
 class SignalRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

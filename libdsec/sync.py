@@ -29,6 +29,7 @@ from libdsec import (
     DoctorReport,
     DSecContainerRunArgs,
     DSecError,
+    DSecFullVMRunArgs,
     DSecMicroVMRunArgs,
     FileError,
     FileEvent,
@@ -81,7 +82,7 @@ from libdsec.client import PAGE
 from libdsec.images import Format, Kind, Progress
 from libdsec.paths import SandboxPath
 from libdsec.sandbox import Command
-from libdsec.schema import MAX_OUTPUT_DEFAULT, Backend, State
+from libdsec.schema import MAX_OUTPUT_DEFAULT, AnyRunArgs, Backend, State
 from libdsec.tar import OutsideLinks
 
 __all__ = [
@@ -92,6 +93,7 @@ __all__ = [
     "DSecClient",
     "DSecContainerRunArgs",
     "DSecError",
+    "DSecFullVMRunArgs",
     "DSecMicroVMRunArgs",
     "DeadlineExceeded",
     "DiffEntry",
@@ -151,6 +153,8 @@ class DSecClient:
     ``url``, ``api_key`` and ``project`` default to ``DSEC_URL``, ``DSEC_API_KEY`` and ``DSEC_PROJECT``, and after those to the server that
     ``dsec up`` runs on this machine. ``with DSecClient() as client``, or ``open`` and ``close``. A client belongs to one event loop.
 
+    ``project``: in which an administrator's key acts instead of its own; another project than its own is refused to any other key.
+
     Raises InvalidArgument when no address is to be found. Every call may raise AuthenticationError, PermissionDenied, and Unavailable when
     the server can't be reached: after 3 seconds if it never was, else after a minute of trying.
     """
@@ -198,13 +202,14 @@ class DSecClient:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         run(self._async.__aexit__(kind, error, trace))
 
-    def run(self, args: RunArgs, *, timeout: float | None = None) -> Sandbox:
+    def run(self, args: AnyRunArgs, *, timeout: float | None = None) -> Sandbox:
         """Make one sandbox and return it when it answers.
 
         ``timeout``: seconds, then DeadlineExceeded, and nothing of the sandbox stays. While there is time left, a refusal for want of
-        capacity is tried again as often as the server proposes. Raises InvalidArgument, ImageNotFound, ImageError, QuotaExceeded,
-        NoCapacity (its ``reason`` says what is short), Unsupported (backend). Interrupted calls are repeated with the same idempotency
-        key, so no second sandbox comes of it; repeating the call yourself is safe with an ``args.idempotency_key`` of your own.
+        capacity is tried again as often as the server proposes. Cancelled, it takes back what it has made, unless that has a key of
+        yours. Raises InvalidArgument, ImageNotFound, ImageError, QuotaExceeded, NoCapacity (its ``reason`` says what is short),
+        Unsupported (backend). Interrupted calls are repeated with the same idempotency key, so no second sandbox comes of it; repeating
+        the call yourself is safe with an ``args.idempotency_key`` of your own.
         """
         return Sandbox._of(run(self._async.run(args, timeout=timeout)))
 
@@ -216,13 +221,20 @@ class DSecClient:
         """:meth:`run` for a microVM."""
         return Sandbox._of(run(self._async.run_microvm(args, timeout=timeout)))
 
-    def run_many(self, args: RunArgs | Sequence[RunArgs], *, count: int = 1, timeout: float | None = None) -> Iterator[RunItem]:
+    def run_full_vm(self, args: DSecFullVMRunArgs, *, timeout: float | None = None) -> Sandbox:
+        """:meth:`run` for a full VM. Raises Unsupported: no node has this backend."""
+        return Sandbox._of(run(self._async.run_full_vm(args, timeout=timeout)))
+
+    def run_many(self, args: AnyRunArgs | Sequence[AnyRunArgs], *, count: int = 1, timeout: float | None = None) -> Iterator[RunItem]:
         """Make ``count`` sandboxes of one kind, or one for each element of a sequence (at most 32,000), in one request.
 
         ``for item in client.run_many(args, count=64)`` yields each as soon as it is ready, in order of readiness: ``item.index`` and
         either ``item.sandbox`` or ``item.error``. One sandbox's failure is no other's. ``timeout``: seconds; what isn't ready by then is
         taken back and comes as a DeadlineExceeded item. Raises what concerns the request as a whole (InvalidArgument, AuthenticationError,
         Unavailable).
+
+        Left early (by ``break``, an exception, cancelling), it stops what the server had made by then and the caller wasn't given, and the
+        server makes no more. What has an ``idempotency_key`` of the caller's lives on: the caller can ask for it again.
 
         A broken answer is asked for again with the same idempotency keys, for what is missing: nothing is made twice. With
         ``args.idempotency_key`` set, sandbox i of ``count`` has the key ``<key>/<i>``: a client that starts again finds the same ones.
@@ -235,7 +247,8 @@ class DSecClient:
         return Sandbox._of(run(self._async.attach(sandbox_id)))
 
     def get(self, sandbox_id: str) -> SandboxInfo:
-        """A sandbox's record; of a stopped one for 24 hours. Raises SandboxNotFound. Safe to repeat."""
+        """A sandbox's record, also of a failed one. Raises SandboxNotFound, and SandboxGone (when and why) of one that was stopped: for 24
+        hours ``list(state="stopped")`` shows those. Safe to repeat."""
         return run(self._async.get(sandbox_id))
 
     def list(
@@ -290,7 +303,7 @@ class Sandbox:
         image: str | None = None,
         *,
         lock: Lock | str | os.PathLike[str] | None = None,
-        backend: Literal["container", "microvm"] = "container",
+        backend: Literal["container", "microvm", "fullvm"] = "container",
         client: DSecClient | None = None,
         timeout: float | None = None,
         workspace: str | None = None,
@@ -368,8 +381,8 @@ class Sandbox:
         return repr(self._async)
 
     def info(self) -> SandboxInfo:
-        """The sandbox's record: state, limits, labels, times. Of a stopped one: when, why and what it used, for 24 hours. Safe to
-        repeat."""
+        """The sandbox's record: state, limits, labels, times. Of one that was stopped SandboxGone says when and why; :meth:`stop` answers
+        its record, with what it used, for 24 hours. Safe to repeat."""
         return run(self._async.info())
 
     def stop(self) -> SandboxInfo:
@@ -550,6 +563,7 @@ class Sandbox:
         self,
         count: int = 1,
         *,
+        memory: bool = False,
         memory_limit_mb: int | None = None,
         cpu_cores_limit: float | None = None,
         disk_limit_mb: int | None = None,
@@ -565,7 +579,8 @@ class Sandbox:
 
         Processes don't come along, nor what is in /dev/shm and other memory. Layers, limits, environment, labels and lifetimes are those of
         this sandbox but for what is given: ``env`` is set over its environment, ``labels`` replace its labels. ``disk_limit_mb`` covers the
-        files that they begin with. ``info().forked_from`` tells where they come from.
+        files that they begin with. ``info().forked_from`` tells where they come from. ``memory=True``, with processes and all, is
+        Unsupported for a container.
 
         All or nothing: if one fails, the others are stopped and its error is raised (as :meth:`DSecClient.run` raises them). ``timeout``:
         seconds, then DeadlineExceeded. An interrupted call is taken up again with the same keys, so nothing is made twice; what wasn't
@@ -576,6 +591,7 @@ class Sandbox:
             for item in run(
                 self._async.fork(
                     count,
+                    memory=memory,
                     memory_limit_mb=memory_limit_mb,
                     cpu_cores_limit=cpu_cores_limit,
                     disk_limit_mb=disk_limit_mb,
@@ -664,7 +680,8 @@ class Process:
         """Send a signal (``"TERM"``, ``"SIGTERM"``, 15, ``signal.SIGTERM``) to the command's process group.
 
         ``tree=True`` reaches every process of the command, also those that left the group; only KILL takes it.
-        Raises InvalidArgument (no such signal), ProcessNotFound. A repetition may signal twice.
+        Raises InvalidArgument (no such signal), ProcessNotFound. An interrupted call is recognized, so that it signals once (unless the
+        service was restarted meanwhile); your own repetition signals again.
         """
         run(self._async.signal(signal, tree=tree))
 
@@ -724,6 +741,10 @@ class Files:
     sandbox's user. Any call may raise FileNotFound, PermissionDenied, Conflict (it exists, it isn't empty, it is busy), InvalidArgument (a
     directory where a file is needed, say), DiskFull and FileError, all with the kernel's ``errno``, and what every call of a sandbox
     raises.
+
+    A call whose answer is lost is repeated by the SDK and recognized by the platform, so that it is carried out once. Only a restart of the
+    service in between makes it a new call: :meth:`move` and :meth:`remove` may then raise FileNotFound, :meth:`mkdir` without ``parents``
+    Conflict, for what they have done.
     """
 
     def __init__(self, twin_of: _async.Files) -> None:
@@ -787,15 +808,15 @@ class Files:
 
     def mkdir(self, path: SandboxPath, *, parents: bool = True, mode: int | None = None) -> None:
         """Make a directory. With ``parents`` also what is missing above it, and one that exists already is no error. ``mode``: permission
-        bits, 0o755 unless told. Safe to repeat with ``parents``."""
+        bits, 0o755 unless told. Safe to repeat with ``parents``; without it your own repetition raises Conflict."""
         run(self._async.mkdir(path, parents=parents, mode=mode))
 
     def move(self, path: SandboxPath, to: SandboxPath) -> None:
-        """Rename within a filesystem, replacing an existing file. A repetition may raise FileNotFound."""
+        """Rename within a filesystem, replacing an existing file. Your own repetition raises FileNotFound."""
         run(self._async.move(path, to))
 
     def remove(self, path: SandboxPath, *, recursive: bool = False) -> None:
-        """Remove a file or an empty directory; with ``recursive=True`` a whole tree, without following symlinks. A repetition may raise
+        """Remove a file or an empty directory; with ``recursive=True`` a whole tree, without following symlinks. Your own repetition raises
         FileNotFound."""
         run(self._async.remove(path, recursive=recursive))
 
@@ -939,7 +960,8 @@ class Images:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
         Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
-        the store, PermissionDenied. A repetition raises ImageNotFound.
+        the store, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat it, for a repetition of what
+        was done raises ImageNotFound.
         """
         return run(self._async.remove(reference))
 

@@ -50,62 +50,86 @@ def file_chunks(path: Path) -> Iterator[bytes]:
 
 
 def pack(root: Path) -> Iterator[bytes]:
-    """The content of directory ``root`` as an archive (PAX), sockets left out. Hardlinks within it stay hardlinks, symlinks stay as they
-    are.
+    """The content of directory ``root`` as an archive for a sandbox's directory: modes, times in whole seconds, hardlinks, symlinks as they
+    are. Owners, devices and sockets stay out."""
+    return write_archive(root, _for_sandbox)
 
-    A file that shrinks while it is read is filled up with zeros; one that grows is cut: headers go first.
+
+def _for_sandbox(member: tarfile.TarInfo, path: bytes, status: os.stat_result) -> tarfile.TarInfo | None:
+    if member.name == "." or member.type in (tarfile.CHRTYPE, tarfile.BLKTYPE):
+        return None
+    # A fraction would need a second header for every entry.
+    member.mtime = int(status.st_mtime)
+    return member
+
+
+def write_archive(root: Path, complete: Callable[[tarfile.TarInfo, bytes, os.stat_result], tarfile.TarInfo | None]) -> Iterator[bytes]:
+    """The directory ``root`` and what is below it as an archive (PAX), parents first, sorted. Sockets are left out. Memory doesn't grow
+    with the tree but by what hardlinks there are.
+
+    ``complete`` gets each entry with its name (the root's is ``.``), type, mode, size and target, and adds what else is kept of the file at
+    that path; None leaves it out. A file that shrinks while it is read is filled up with zeros; one that grows is cut: headers go first.
     """
-    seen: dict[tuple[int, int], str] = {}
-    small = bytearray()
-    for path, name in _walk(root):
-        member = _member(path, name, seen)
+    seen: dict[tuple[int, int], bytes] = {}
+    pending = bytearray()
+    for path, name in _walk(os.fsencode(root)):
+        status = os.lstat(path)
+        described = _member(path, name, status, seen)
+        member = None if described is None else complete(described, path, status)
         if member is None:
             continue
-        small += member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        if member.isreg() and member.size:
-            with path.open("rb", buffering=0) as file:
+        pending += member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        if member.size:
+            with open(path, "rb", buffering=0) as file:
                 for chunk in _exactly(file, member.size):
-                    small += chunk
-                    if len(small) >= CHUNK:
-                        yield bytes(small)
-                        small.clear()
-            small += bytes(-member.size % BLOCK)
-        if len(small) >= CHUNK:
-            yield bytes(small)
-            small.clear()
-    yield bytes(small) + END
+                    pending += chunk
+                    if len(pending) >= CHUNK:
+                        yield bytes(pending)
+                        pending.clear()
+            pending += bytes(-member.size % BLOCK)
+        if len(pending) >= CHUNK:
+            yield bytes(pending)
+            pending.clear()
+    yield bytes(pending) + END
 
 
-def _walk(root: Path) -> Iterator[tuple[Path, str]]:
-    for directory, directories, files in os.walk(root):
-        directories.sort()
-        for name in [*directories, *sorted(files)]:
-            path = Path(directory, name)
-            yield path, path.relative_to(root).as_posix()
+def _walk(root: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Path and archive name of ``root`` and everything below it."""
+    yield root, b"."
+    directories = [(root, b"")]
+    while directories:
+        directory, prefix = directories.pop()
+        below = []
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            name = prefix + entry.name
+            yield entry.path, name
+            if entry.is_dir(follow_symlinks=False):
+                below.append((entry.path, name + b"/"))
+        directories += reversed(below)
 
 
-def _member(path: Path, name: str, seen: dict[tuple[int, int], str]) -> tarfile.TarInfo | None:
-    status = path.lstat()
-    member = tarfile.TarInfo(name)
+def _member(path: bytes, name: bytes, status: os.stat_result, seen: dict[tuple[int, int], bytes]) -> tarfile.TarInfo | None:
+    """An entry without owner and time; None for a socket."""
+    member = tarfile.TarInfo(os.fsdecode(name))
     member.mode = stat.S_IMODE(status.st_mode)
-    # Whole seconds: a fraction would need a second header for every entry.
-    member.mtime = int(status.st_mtime)
-    if stat.S_ISDIR(status.st_mode):
-        member.type = tarfile.DIRTYPE
-    elif stat.S_ISLNK(status.st_mode):
-        member.type = tarfile.SYMTYPE
-        member.linkname = os.readlink(path)
-    elif stat.S_ISREG(status.st_mode):
-        first = seen.setdefault((status.st_dev, status.st_ino), name) if status.st_nlink > 1 else name
-        if first != name:
-            member.type = tarfile.LNKTYPE
-            member.linkname = first
-        else:
-            member.size = status.st_size
-    elif stat.S_ISFIFO(status.st_mode):
-        member.type = tarfile.FIFOTYPE
-    else:
-        return None
+    match stat.S_IFMT(status.st_mode):
+        case stat.S_IFREG:
+            first = seen.setdefault((status.st_dev, status.st_ino), name) if status.st_nlink > 1 else name
+            if first == name:
+                member.size = status.st_size
+            else:
+                member.type, member.linkname = tarfile.LNKTYPE, os.fsdecode(first)
+        case stat.S_IFDIR:
+            member.type = tarfile.DIRTYPE
+        case stat.S_IFLNK:
+            member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(os.readlink(path))
+        case stat.S_IFIFO:
+            member.type = tarfile.FIFOTYPE
+        case stat.S_IFCHR | stat.S_IFBLK:
+            member.type = tarfile.CHRTYPE if stat.S_ISCHR(status.st_mode) else tarfile.BLKTYPE
+            member.devmajor, member.devminor = os.major(status.st_rdev), os.minor(status.st_rdev)
+        case _:
+            return None
     return member
 
 

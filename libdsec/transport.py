@@ -3,14 +3,16 @@
 Owns connections, encodings, backoff and the mapping from HTTP answers to :mod:`libdsec.errors`. Knows no route: the callers name paths.
 
 What is retried: connection failures and the ``unavailable`` error, for calls whose repetition the platform recognizes (they carry an
-idempotency key or an exec_id) or that change nothing. Everything else is raised as it is.
+idempotency key or an exec_id), or whose repetition leaves things as the call did. Everything else is raised as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -33,6 +35,7 @@ from libdsec.errors import (
     Unavailable,
     from_body,
 )
+from libdsec.keepalive import keep_alive
 
 MSGPACK = "application/msgpack"
 NDJSON = "application/x-ndjson"
@@ -42,8 +45,6 @@ CONNECT_TIMEOUT_S = 10.0
 """A TCP connection that isn't there by then counts as refused."""
 KEEPALIVE_S = 30.0
 """Idle connections are dropped by us before the server does it (after 75 s), so that no request meets one that is just being closed."""
-TCP_IDLE_S = 30
-"""Seconds of silence after which the kernel probes a connection: a host that vanished is noticed though calls have no time limit."""
 READ_BUFFER = 4 << 20
 """Bytes that may wait in a response before its connection stops reading: large, so that one chunk is handled while the next ones arrive."""
 SEND_CHUNK = 1 << 20
@@ -56,6 +57,8 @@ BACKOFF_MIN_S = 0.02
 BACKOFF_MAX_S = 2.0
 STEADY_S = 5.0
 """An attempt that lived this long was a working connection: the next failure starts a new row."""
+LEAVE_S = 5.0
+"""How long the rest of an answer is read that its reader leaves early: the server stops at once, so this is for a slow network."""
 ERROR_BODY_LIMIT = 64 << 10
 """Bytes of an error body that is not ours (a proxy's page) which are looked at."""
 
@@ -315,10 +318,25 @@ class Transport:
 
         ``body`` is a msgpack request body, ``data`` a stream of bytes; at most one of them is given.
         """
+        async with self.open_lines(method, url, answer, body=body, data=data, headers=headers) as items:
+            async for item in items:
+                yield item
+
+    @asynccontextmanager
+    async def open_lines(
+        self,
+        method: str,
+        url: URL,
+        answer: Answer[T],
+        *,
+        body: bytes | None = None,
+        data: AsyncIterable[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[Lines[T], None]:
+        """:meth:`lines`, entered when the answer has begun, for a reader who may stop early and needs to know what was sent to it."""
         all_headers = {"Accept": NDJSON, "Content-Type": MSGPACK if body is not None else OCTETS, **(headers or {})}
         async with self.request(method, url, data=body if body is not None else data, headers=all_headers) as response:
-            async for item in split_lines(response, answer):
-                yield item
+            yield Lines(response, answer)
 
     async def websocket(self, url: URL, *, max_message: int = 4 << 20) -> aiohttp.ClientWebSocketResponse:
         """A WebSocket. Raises what the server answers instead of the upgrade, Unavailable when it can't be reached."""
@@ -349,16 +367,50 @@ class _Source:
             raise
 
 
-async def split_lines(response: aiohttp.ClientResponse, answer: Answer[T]) -> AsyncGenerator[T, None]:
-    """The items of an NDJSON response, each as soon as its line is complete."""
-    rest = b""
-    async for chunk in response.content.iter_any():
-        *complete, rest = (rest + chunk).split(b"\n")
-        for line in complete:
-            if line:
-                yield answer.decode_line(line)
-    if rest.strip():
-        yield answer.decode_line(rest)
+class Lines(Generic[T]):
+    """The items of an NDJSON response, each as soon as its line is complete. A wait for the next one that is cancelled loses nothing."""
+
+    def __init__(self, response: aiohttp.ClientResponse, answer: Answer[T]) -> None:
+        self._response = response
+        self._answer = answer
+        self._complete: deque[bytes] = deque()
+        self._rest = b""
+
+    def __aiter__(self) -> Lines[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._complete:
+            chunk = await self._response.content.readany()
+            if not chunk:
+                last, self._rest = self._rest, b""
+                if not last.strip():
+                    raise StopAsyncIteration
+                return self._answer.decode_line(last)
+            *complete, self._rest = (self._rest + chunk).split(b"\n")
+            self._complete.extend(filter(None, complete))
+        return self._answer.decode_line(self._complete.popleft())
+
+    async def left_over(self) -> list[T]:
+        """Ends the answer from this side, and returns the items that the server had sent by then and nobody has taken.
+
+        Our half of the connection is closed. A server takes that for a client that went away: it begins nothing more, and what it had
+        handed over before still comes, in front of its own end. Over TLS a half can't be closed: then it is what has arrived.
+        """
+        connection = self._response.connection
+        transport = None if connection is None else connection.transport
+        if transport is not None and transport.can_write_eof():
+            transport.write_eof()
+            patience_s = LEAVE_S
+        else:
+            patience_s = 0.0
+        items: list[T] = []
+        # The answer that was cut short by us ends as a broken one.
+        with contextlib.suppress(StopAsyncIteration, TimeoutError, *CONNECTION_ERRORS):
+            async with asyncio.timeout(patience_s):
+                while True:
+                    items.append(await anext(self))
+        return items
 
 
 def _make_socket(address: tuple[int, int, int, str, tuple[str, int]]) -> socket.socket:
@@ -366,9 +418,8 @@ def _make_socket(address: tuple[int, int, int, str, tuple[str, int]]) -> socket.
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TCP_IDLE_S)
+    # Calls have no time limit: a host that vanished must be noticed without.
+    keep_alive(made)
     return made
 
 

@@ -185,11 +185,17 @@ class Keys:
         self._by_id[key.info.id] = key
 
 
+def check_project(name: str) -> None:
+    """Raises InvalidArgument for what can't be a project's name."""
+    if not _PROJECT.fullmatch(name):
+        raise InvalidArgument("project: up to 63 of a-z, 0-9 and -, not beginning with -", field="project")
+
+
 def _check(request: KeyRequest) -> None:
     if not request.name.strip() or len(request.name) > NAME_LIMIT:
         raise InvalidArgument(f"name: 1 to {NAME_LIMIT} characters that say what the key is for", field="name")
-    if request.project is not None and not _PROJECT.fullmatch(request.project):
-        raise InvalidArgument("project: up to 63 of a-z, 0-9 and -, not beginning with -", field="project")
+    if request.project is not None:
+        check_project(request.project)
     if request.expires_in_s is not None and not 0 < request.expires_in_s < float("inf"):
         raise InvalidArgument("expires_in_s: seconds from now, more than 0", field="expires_in_s")
 

@@ -13,6 +13,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from libdsec.keepalive import keep_alive
+
 BACKLOG = 4_096
 """Connections that may wait to be accepted: a client that opens one for each of 3,200 sandboxes at once is not turned away."""
 KEEP_ALIVE_S = 75
@@ -131,6 +133,8 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A client whose host vanished must end: a create counts what it was told, and whoever follows output holds a stream.
+        keep_alive(bound)
         bound.bind((host, port))
     except OSError:
         bound.close()

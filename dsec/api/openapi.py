@@ -69,7 +69,7 @@ _PATH = Parameter("path", required=True, about="Absolute path inside the sandbox
 _USER = Parameter("user", about="Whose rights count: a name, a uid, user:group or uid:gid")
 _RECURSIVE = Parameter("recursive", "boolean")
 _OFFSET = Parameter("from_offset", "integer", about="Byte offset to begin at; X-DSec-Offset of the answer says where it begins")
-_IDEMPOTENCY = Parameter("Idempotency-Key", place="header", about="Repeated with a retry, so that the act happens once")
+_KEY = Parameter("Idempotency-Key", place="header", about="Repeated with a retry, so that the act happens once")
 _PAGE = (Parameter("limit", "integer"), Parameter("cursor"))
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -79,6 +79,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Create one sandbox or many; a line each as it becomes ready",
         _json(schema.CreateRequest),
         _lines(schema.CreateItem),
+        (_KEY,),
     ),
     Operation(
         "get",
@@ -91,7 +92,12 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("patch", _SB, "Change lifetimes, labels or network rules", _json(schema.PatchRequest), _json(schema.SandboxInfo)),
     Operation("delete", _SB, "Stop and delete a sandbox; repeatable", response=_json(schema.SandboxInfo)),
     Operation(
-        "post", f"{_SB}/exec", "Run a command, or start one", _json(schema.ExecRequest), _json(schema.CommandResult, schema.ProcessInfo)
+        "post",
+        f"{_SB}/exec",
+        "Run a command, or start one",
+        _json(schema.ExecRequest),
+        _json(schema.CommandResult, schema.ProcessInfo),
+        (_KEY,),
     ),
     Operation("get", f"{_SB}/exec", "List the commands", response=_json(list[schema.ProcessInfo])),
     Operation("get", _EXEC, "Show a command", response=_json(schema.ProcessInfo)),
@@ -105,7 +111,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("get", f"{_EXEC}/stdout", "Standard output as it comes", response=_octets, parameters=(_OFFSET,)),
     Operation("get", f"{_EXEC}/stderr", "Standard error as it comes", response=_octets, parameters=(_OFFSET,)),
     Operation("put", f"{_EXEC}/stdin", "Feed standard input", _octets, parameters=(Parameter("eof", "boolean"),)),
-    Operation("post", f"{_EXEC}/signal", "Send a signal", _json(schema.SignalRequest)),
+    Operation("post", f"{_EXEC}/signal", "Send a signal", _json(schema.SignalRequest), parameters=(_KEY,)),
     Operation("post", f"{_EXEC}/resize", "Resize the terminal", _json(schema.PtySize)),
     Operation(
         "get",
@@ -114,7 +120,7 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(Parameter("stdout_from", "integer"), Parameter("stderr_from", "integer")),
         status=101,
     ),
-    Operation("post", f"{_SB}/shell", "Run a command in a session", _json(schema.ShellRequest), _json(schema.CommandResult)),
+    Operation("post", f"{_SB}/shell", "Run a command in a session", _json(schema.ShellRequest), _json(schema.CommandResult), (_KEY,)),
     Operation("delete", f"{_SB}/shell/{{session}}", "Close a session"),
     Operation(
         "get",
@@ -139,12 +145,17 @@ OPERATIONS: tuple[Operation, ...] = (
         "post",
         f"{_SB}/files/mkdir",
         "Make a directory",
-        parameters=(_PATH, Parameter("parents", "boolean"), Parameter("mode", about="octal")),
+        parameters=(_PATH, Parameter("parents", "boolean"), Parameter("mode", about="octal"), _KEY),
     ),
-    Operation("post", f"{_SB}/files/move", "Rename or move", parameters=(_PATH, Parameter("to", required=True))),
-    Operation("post", f"{_SB}/files/remove", "Remove", parameters=(_PATH, _RECURSIVE)),
-    Operation("post", f"{_SB}/files/chmod", "Change permissions", parameters=(_PATH, Parameter("mode", required=True, about="octal"))),
-    Operation("post", f"{_SB}/files/chown", "Change the owner", parameters=(_PATH, Parameter("owner", required=True))),
+    Operation("post", f"{_SB}/files/move", "Rename or move", parameters=(_PATH, Parameter("to", required=True), _KEY)),
+    Operation("post", f"{_SB}/files/remove", "Remove", parameters=(_PATH, _RECURSIVE, _KEY)),
+    Operation(
+        "post",
+        f"{_SB}/files/chmod",
+        "Change permissions",
+        parameters=(_PATH, Parameter("mode", required=True, about="octal"), _KEY),
+    ),
+    Operation("post", f"{_SB}/files/chown", "Change the owner", parameters=(_PATH, Parameter("owner", required=True), _KEY)),
     Operation(
         "get",
         f"{_SB}/files/watch",
@@ -170,7 +181,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get",
         f"{_SB}/commands",
         "The last commands as the edge remembers them, also of a failed sandbox",
-        response=_json(list[schema.ProcessInfo]),
+        response=_json(list[schema.CommandEntry]),
     ),
     Operation("get", f"{_SB}/processes", "Processes inside", response=_json(list[schema.ProcessEntry])),
     Operation("get", f"{_SB}/metrics", "What it uses now", response=_json(schema.Metrics)),
@@ -183,7 +194,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Make an image of what it runs on and what it wrote; progress, then the image",
         _json(schema.PackRequest),
         _lines(schema.PackLine),
-        (_IDEMPOTENCY,),
+        (_KEY,),
     ),
     Operation(
         "post",
@@ -191,7 +202,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Create sandboxes that start with its files; a line each as it becomes ready",
         _json(schema.ForkRequest),
         _lines(schema.CreateItem),
-        (_IDEMPOTENCY,),
+        (_KEY,),
     ),
     Operation("get", f"{_SB}/diff", "What differs from its image", response=_lines(schema.DiffEntry)),
     Operation(
@@ -200,7 +211,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Import an archive; progress, then the image",
         _octets,
         _lines(schema.ImportLine),
-        (Parameter("name", required=True), Parameter("kind"), Parameter("format"), Parameter("at"), _IDEMPOTENCY),
+        (Parameter("name", required=True), Parameter("kind"), Parameter("format"), Parameter("at"), _KEY),
     ),
     Operation(
         "post",
@@ -208,7 +219,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Import an image from a registry; progress, then the image",
         _json(schema.RegistryImport),
         _lines(schema.ImportLine),
-        (_IDEMPOTENCY,),
+        (_KEY,),
     ),
     Operation("get", "/v1/images", "List images", response=_json(schema.ImagePage), parameters=_PAGE),
     Operation("post", "/v1/images/gc", "Remove layers that nothing names or uses", response=_json(RemovedBytes)),
@@ -255,7 +266,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Make an API key (admin); the only time that it is shown",
         _json(schema.KeyRequest),
         _json(schema.NewKey),
-        (_IDEMPOTENCY,),
+        (_KEY,),
         status=201,
     ),
     Operation("get", "/v1/keys", "List API keys (admin)", response=_json(list[schema.KeyInfo])),

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsec.cli import sandboxes
+from dsec.cli.input import read_chunks
 from dsec.cli.output import AsJson, clock, print_json, print_table, write_all
 from dsec.cli.run import fail, with_client
 
 if TYPE_CHECKING:
     from libdsec import DSecClient, OutputStream, Process, Sandbox
     from libdsec.schema import CommandResult, ProcessInfo
-
-STDIN_CHUNK = 256 * 1024
 
 FreshImage = Annotated[str | None, typer.Option("--image", help="Run in a fresh sandbox of this image, which is stopped at the end.")]
 Cwd = Annotated[str | None, typer.Option("--cwd", "-w", help="Where the command starts.")]
@@ -69,7 +68,7 @@ def exec_(
                 from dsec.cli.shell import interact
 
                 return await interact(sandbox, command, cwd=cwd, env=environment, user=user, timeout=timeout)
-            content = await asyncio.to_thread(sys.stdin.buffer.read) if stdin and as_json else None
+            content = b"".join([chunk async for chunk in read_chunks(sys.stdin.fileno())]) if stdin and as_json else None
             if as_json and not background:
                 result = await sandbox.exec(command, cwd=cwd, env=environment, user=user, timeout=timeout, stdin=content)
                 print_json(result_for_people(result))
@@ -168,17 +167,30 @@ async def copy_out(stream: OutputStream, descriptor: int, limit: int | None = No
 
 
 async def _follow_to_end(process: Process, *, stdin: bool) -> int:
-    """Pass output (and input) on until the command ends; returns its exit code."""
+    """Pass output (and input) on until the command ends; returns its exit code. Raises what keeps the input from being sent, and then kills
+    the command: it has only a part of it."""
     with _interrupts_go_to(process):
-        feeding = asyncio.create_task(_feed(process)) if stdin else None
+        ending = asyncio.ensure_future(_show_to_end(process))
+        feeding = asyncio.ensure_future(_feed(process)) if stdin else None
         try:
-            await asyncio.gather(copy_out(process.stdout, sys.stdout.fileno()), copy_out(process.stderr, sys.stderr.fileno()))
-            result = await process.wait()
-        finally:
             if feeding is not None:
-                feeding.cancel()
+                await asyncio.wait((ending, feeding), return_when=asyncio.FIRST_COMPLETED)
+                if not ending.done() and feeding.exception() is not None:
+                    await process.kill()
+                    feeding.result()
+            result = await ending
+        finally:
+            left = [task for task in (ending, feeding) if task is not None]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
     tell_end(result)
     return result.exit_code
+
+
+async def _show_to_end(process: Process) -> CommandResult:
+    await asyncio.gather(copy_out(process.stdout, sys.stdout.fileno()), copy_out(process.stderr, sys.stderr.fileno()))
+    return await process.wait()
 
 
 def tell_end(result: CommandResult) -> None:
@@ -192,15 +204,18 @@ def tell_end(result: CommandResult) -> None:
 
 
 async def _feed(process: Process) -> None:
-    from libdsec.errors import DSecError
+    """Send the whole standard input. Raises OSError where it can't be read, Unavailable when the connection breaks."""
+    from libdsec.errors import DSecError, Unavailable
 
-    reader = asyncio.StreamReader(limit=STDIN_CHUNK)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    # The command may end, or close its input, before all is sent: its exit code tells what it made of it.
-    with contextlib.suppress(DSecError):
-        while chunk := await reader.read(STDIN_CHUNK):
+    try:
+        async for chunk in read_chunks(sys.stdin.fileno()):
             await process.write_stdin(chunk)
         await process.close_stdin()
+    except Unavailable:
+        raise
+    except DSecError:
+        # The command ended, or closed its input, before all was sent: its exit code tells what it made of it.
+        return
 
 
 @contextlib.contextmanager

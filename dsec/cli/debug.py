@@ -13,7 +13,7 @@ from dsec.cli.run import with_client
 
 if TYPE_CHECKING:
     from libdsec import DSecClient
-    from libdsec.schema import DiffEntry, Metrics, ProcessInfo, SandboxEvent, SandboxInfo
+    from libdsec.schema import CommandEntry, DiffEntry, Metrics, SandboxEvent, SandboxInfo, State
 
 DIFF_SHOWN = 40
 COMMANDS_SHOWN = 20
@@ -44,9 +44,7 @@ def debug(
         info = await client.get(sandbox_id)
         sandbox = Sandbox(client.transport, info)
         events = await _try(_all(sandbox.events(), None))
-        commands = await _try(sandbox.commands())
-        if isinstance(commands, str):
-            commands = await _try(_remembered_commands(client, sandbox_id))
+        commands = await _try(_last_commands(client, sandbox_id))
         metrics = await _try(sandbox.metrics())
         diff = await _try(_all(sandbox.diff(), changes + 1))
         if as_json:
@@ -54,20 +52,20 @@ def debug(
             return
         _show_info(info)
         _section("events", events, _show_events)
-        _section("last commands", commands, _show_commands)
+        _section("last commands", commands, lambda entries: _show_commands(entries, info.state))
         _section("memory and other use", metrics, _show_metrics)
         _section("changed files", diff, lambda entries: _show_diff(entries, changes))
 
     with_client(run)
 
 
-async def _remembered_commands(client: DSecClient, sandbox_id: str) -> list[ProcessInfo]:
-    """The last commands as the edge remembers them: also those of a sandbox that can't be asked any more."""
-    from libdsec.schema import ProcessInfo
+async def _last_commands(client: DSecClient, sandbox_id: str) -> list[CommandEntry]:
+    """As the edge remembers them: also those of shell sessions, and of a sandbox that can't be asked any more."""
+    from libdsec.schema import CommandEntry
     from libdsec.transport import Answer
 
     url = client.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}/commands")
-    return await client.transport.call("GET", url, Answer(list[ProcessInfo]))
+    return await client.transport.call("GET", url, Answer(list[CommandEntry]))
 
 
 async def _try(asked: Awaitable[_T]) -> _T | str:
@@ -116,12 +114,19 @@ def _show_events(events: list[SandboxEvent]) -> None:
     print_table(("at", "event", "command", "what happened"), rows, empty="  none")
 
 
-def _show_commands(commands: list[ProcessInfo]) -> None:
+def _show_commands(commands: list[CommandEntry], state: State) -> None:
     rows = [
-        (info.exec_id, clock(info.started_at), "running" if info.running else f"exit {info.exit_code}", " ".join(info.argv))
-        for info in sorted(commands, key=lambda info: info.started_at)[-COMMANDS_SHOWN:]
+        (entry.exec_id, clock(entry.started_at), _end(entry, state), entry.command)
+        for entry in sorted(commands, key=lambda entry: entry.started_at)[-COMMANDS_SHOWN:]
     ]
     print_table(("exec_id", "started", "state", "command"), rows, empty="  none")
+
+
+def _end(entry: CommandEntry, state: State) -> str:
+    if entry.exit_code is None:
+        return "running" if state == "running" else "no end seen"
+    why = "out of time" if entry.timed_out else "out of memory" if entry.oom_killed else f"exit {entry.exit_code}"
+    return why if entry.duration_s is None else f"{why} after {entry.duration_s:.1f} s"
 
 
 def _show_metrics(metrics: Metrics) -> None:

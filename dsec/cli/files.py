@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsec.cli.input import read_chunks
 from dsec.cli.output import working, write_all
 from dsec.cli.run import CliError, fail, with_client
 
 if TYPE_CHECKING:
     from libdsec import DSecClient, Sandbox
 
-CHUNK = 1 << 20
 PIPE = "-"
 
 
@@ -64,7 +63,7 @@ async def _upload(sandbox: Sandbox, source: str, target: str) -> None:
             target = f"{target.rstrip('/')}/{_own_name(source)}"
     with working(f"{source} -> {target}"):
         if source == PIPE:
-            await sandbox.files.write_stream(target, _read_chunks(sys.stdin.fileno()))
+            await sandbox.files.write_stream(target, read_chunks(sys.stdin.fileno()))
         else:
             await sandbox.files.upload(local, target)
 
@@ -93,8 +92,3 @@ async def _is_directory(sandbox: Sandbox, path: str) -> bool:
         return (await sandbox.files.stat(path, follow=True)).type == "directory"
     except FileNotFound:
         return False
-
-
-async def _read_chunks(descriptor: int) -> AsyncIterator[bytes]:
-    while chunk := await asyncio.to_thread(os.read, descriptor, CHUNK):
-        yield chunk

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from dsec.edge.channel import STDIN_INLINE, Channel, ChannelError, ChannelLost, Exit, Start, Stream
-from dsec.edge.commands import CommandEntry, shorten
+from dsec.edge.commands import shorten
 from dsec.edge.endings import Endings
 from dsec.edge.failures import of_builtin
 from dsec.edge.ids import new_exec_id
@@ -22,6 +22,7 @@ from dsec.edge.sandbox import Sandbox, os_encode, refusal
 from dsec.edge.spawner import Denial
 from dsec.edge.states import takes
 from libdsec.errors import DSecError, Unavailable
+from libdsec.schema import CommandEntry
 
 _log = structlog.get_logger("dsec.edge")
 

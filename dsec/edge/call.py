@@ -84,6 +84,17 @@ class Call:
                 return bytes(value)
         return None
 
+    def idempotency_key(self, most: int) -> str | None:
+        """What names this call and its repetitions: the ``Idempotency-Key`` header. Raises InvalidArgument unless it has 1 to ``most``
+        printable characters: an empty one would be shared by all who send none."""
+        given = self.header(b"idempotency-key")
+        if given is None:
+            return None
+        key = given.decode("utf-8", "replace")
+        if not 0 < len(key) <= most or not key.isprintable() or "\ufffd" in key:
+            raise InvalidArgument(f"Idempotency-Key: 1 to {most} printable characters", field="idempotency_key")
+        return key
+
     def accepts_msgpack(self) -> bool:
         """Whether the client wants msgpack instead of JSON."""
         return MSGPACK in (self.header(b"accept") or b"")

@@ -40,8 +40,8 @@ class EdgeConfig:
     """Period of the comparison of kernel objects with the journal."""
     orphan_grace_s: float = 120.0
     """How long a sandbox of which nobody was told waits to be asked for by its idempotency key. Longer than libdsec goes on asking: it
-    notices a broken connection within ``TCP_IDLE_S`` (30 s), repeats the call for ``RETRY_FOR_S`` (60 s), and the last attempt may take
-    ``CONNECT_TIMEOUT_S`` (10 s) to connect."""
+    notices a silent connection that broke within ``libdsec.keepalive.NOTICED_S`` (45 s), repeats the call for ``RETRY_FOR_S`` (60 s), and
+    the last attempt may take ``CONNECT_TIMEOUT_S`` (10 s) to connect."""
     layer_idle_s: float = 600.0
     """A layer without a sandbox is unmounted after this long; until then it saves the next sandbox a mount."""
     prefetch: bool = True

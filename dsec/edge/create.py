@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -12,9 +12,9 @@ from dsec.edge.failures import incident
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.starts import Origin
-from dsec.edge.validation import check_run_args, check_seconds
+from dsec.edge.validation import KEY_MAX, check_run_args, check_seconds
 from libdsec.errors import DSecError, InvalidArgument
-from libdsec.schema import MAX_BATCH, CreateItem, CreateRequest, RunArgs
+from libdsec.schema import MAX_BATCH, AnyRunArgs, CreateItem, CreateRequest, RunArgs
 
 _body = Body(CreateRequest, large=("items", "args"))
 _to_json = msgspec.json.Encoder().encode
@@ -31,7 +31,7 @@ class Creation:
     async def create(self, call: Call) -> None:
         """POST /v1/sandboxes"""
         request = await _body.read(call)
-        items = plan(request, call.header(b"idempotency-key"))
+        items = plan(request, call.idempotency_key(KEY_MAX))
         batch = Batch(self._sandboxes, call, items, deadline_of(request.timeout_s), self._count)
         self._sandboxes.starts.slots.enqueue(len(items))
         try:
@@ -48,34 +48,35 @@ def deadline_of(timeout_s: float | None) -> float | None:
     return asyncio.get_running_loop().time() + timeout_s
 
 
-def plan(request: CreateRequest, header_key: bytes | None) -> list[RunArgs]:
+def plan(request: CreateRequest, header_key: str | None) -> list[RunArgs]:
     """The items of a request, each with its own idempotency key. Raises InvalidArgument.
 
     With ``count`` above 1, key K becomes K/0, K/1, … The same holds for the keys of ``items`` if two are alike; keys that differ stay as
     they are, so that a caller may repeat only what is missing.
     """
-    if (request.args is None) == (request.items is None):
-        raise InvalidArgument("exactly one of args and items is needed", field="args")
-    if request.items is not None:
-        if request.count != 1:
-            raise InvalidArgument("count goes with args, not with items", field="count")
-        items, named = request.items, "items"
+    asked: Sequence[AnyRunArgs]
+    if request.args is not None and request.items is None:
+        asked, named = [request.args], "args"
+    elif request.items is not None and request.args is None:
+        asked, named = request.items, "items"
     else:
-        assert request.args is not None
-        if not 1 <= request.count <= MAX_BATCH:
-            raise InvalidArgument(f"count must be between 1 and {MAX_BATCH}", field="count")
-        items, named = [request.args] * request.count, "args"
-    if not 1 <= len(items) <= MAX_BATCH:
+        raise InvalidArgument("exactly one of args and items is needed", field="args")
+    if named == "items" and request.count != 1:
+        raise InvalidArgument("count goes with args, not with items", field="count")
+    if not 1 <= request.count <= MAX_BATCH:
+        raise InvalidArgument(f"count must be between 1 and {MAX_BATCH}", field="count")
+    if not 1 <= len(asked) <= MAX_BATCH:
         raise InvalidArgument(f"a request has 1 to {MAX_BATCH} items", field=named)
-    for index, args in enumerate(items if named == "items" else items[:1]):
+    items: list[RunArgs] = []
+    for index, args in enumerate(asked):
         try:
-            check_run_args(args)
+            items.append(check_run_args(args))
         except DSecError as error:
             error.field = f"items[{index}].{error.field}" if named == "items" else f"args.{error.field}"
             raise
+    items *= request.count
     if header_key is not None:
-        key = header_key.decode("utf-8", "replace")
-        items = [args if args.idempotency_key is not None else msgspec.structs.replace(args, idempotency_key=key) for args in items]
+        items = [args if args.idempotency_key is not None else msgspec.structs.replace(args, idempotency_key=header_key) for args in items]
     keys = [args.idempotency_key for args in items if args.idempotency_key is not None]
     if len(set(keys)) == len(keys):
         return items

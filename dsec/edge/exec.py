@@ -12,7 +12,7 @@ import msgspec
 
 from dsec.edge.call import OCTETS, Body, Call, Socket
 from dsec.edge.channel import Channel, ChannelError, ExecEntry, Exit, Shell, Start, Stream
-from dsec.edge.commands import CommandEntry, shorten
+from dsec.edge.commands import shorten
 from dsec.edge.ids import new_exec_id
 from dsec.edge.sandbox import Sandbox, os_encode
 from dsec.edge.sandboxes import Sandboxes
@@ -21,6 +21,7 @@ from libdsec.errors import DeadlineExceeded, InvalidArgument, ProcessNotFound
 from libdsec.schema import (
     MAX_ARGS_BYTES,
     MAX_OUTPUT_LIMIT,
+    CommandEntry,
     CommandResult,
     ExecRequest,
     ProcessInfo,
@@ -78,7 +79,7 @@ class Commands:
     async def shell(self, call: Call, sandbox: Sandbox) -> None:
         """POST …/shell"""
         request = await _shell_body.read(call)
-        shell = self._shell_of(sandbox, request)
+        shell = self._shell_of(sandbox, request, call.header(b"idempotency-key"))
         channel = sandbox.channel or await self._sandboxes.agents.channel(sandbox)
         entry = CommandEntry(exec_id=shell.exec_id, command=shorten(request.command), started_at=self._clock.wall())
         sandbox.command_started(entry)
@@ -276,7 +277,7 @@ class Commands:
             no_new_privs=record.no_new_privs,
         )
 
-    def _shell_of(self, sandbox: Sandbox, request: ShellRequest) -> Shell:
+    def _shell_of(self, sandbox: Sandbox, request: ShellRequest, key: bytes | None) -> Shell:
         record = sandbox.record
         check_session(request.session)
         command = os_encode(request.command)
@@ -285,7 +286,7 @@ class Commands:
         _check_args([command], request.env or {}, "command")
         _check_output(request.max_output)
         return Shell(
-            exec_id=_named(request.exec_id, None),
+            exec_id=_named(request.exec_id, key),
             session=request.session,
             command=command,
             timeout_ms=_milliseconds(request.timeout_s),

@@ -20,6 +20,7 @@ from dsec.edge.sandbox import Sandbox
 from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.spawner import SpawnerLost
 from dsec.edge.starts import Origin
+from dsec.edge.validation import KEY_MAX
 from libdsec.errors import InvalidArgument
 from libdsec.schema import MB, CreateRequest, DSecContainerRunArgs, ForkRequest, RunArgs
 
@@ -39,7 +40,7 @@ class Forks:
         """POST …/fork"""
         request = await _body.read(call)
         args = child_args(sandbox.record, request)
-        items = plan(CreateRequest(args=args, count=request.count), call.header(b"idempotency-key"))
+        items = plan(CreateRequest(args=args, count=request.count), call.idempotency_key(KEY_MAX))
         deadline = deadline_of(request.timeout_s)
         starts = self._sandboxes.starts
         async with AsyncExitStack() as leaving:

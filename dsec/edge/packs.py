@@ -226,13 +226,8 @@ def _cut_off() -> PackLine:
 
 def _key(call: Call, sandbox: Sandbox) -> str | None:
     """The request's key, apart from those of other projects, sandboxes and kinds of requests. Raises InvalidArgument."""
-    given = call.header(b"idempotency-key")
-    if given is None:
-        return None
-    key = given.decode("utf-8", "replace")
-    if not 0 < len(key) <= KEY_MAX // 2:
-        raise InvalidArgument(f"Idempotency-Key: 1 to {KEY_MAX // 2} characters", field="idempotency_key")
-    return f"{call.project}:pack:{sandbox.id}:{key}"
+    key = call.idempotency_key(KEY_MAX // 2)
+    return None if key is None else f"{call.project}:pack:{sandbox.id}:{key}"
 
 
 def _of_image(image: ImageInfo) -> PackResult:

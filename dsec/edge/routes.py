@@ -18,6 +18,7 @@ from dsec.edge.files import Files
 from dsec.edge.forks import Forks
 from dsec.edge.info import Information
 from dsec.edge.journal import JournalError
+from dsec.edge.once import once
 from dsec.edge.packs import Packs
 from dsec.edge.ports import Ports
 from dsec.edge.record import Record
@@ -89,7 +90,7 @@ def routes(
         Route("GET", f"{command}/stdout", "use", on_sandbox=commands.stdout),
         Route("GET", f"{command}/stderr", "use", on_sandbox=commands.stderr),
         Route("PUT", f"{command}/stdin", "use", on_sandbox=commands.stdin),
-        Route("POST", f"{command}/signal", "use", on_sandbox=commands.signal),
+        Route("POST", f"{command}/signal", "use", on_sandbox=once(commands.signal)),
         Route("POST", f"{command}/resize", "use", on_sandbox=commands.resize),
         Route(WEBSOCKET, f"{command}/attach", "use", on_socket=commands.attach),
         Route("POST", f"{one}/shell", "use", on_sandbox=commands.shell),
@@ -100,11 +101,11 @@ def routes(
         Route("GET", f"{one}/files/stat", "use", on_sandbox=files.stat),
         Route("GET", f"{one}/files/list", "use", on_sandbox=files.list),
         Route("GET", f"{one}/files/watch", "use", on_sandbox=files.watch),
-        Route("POST", f"{one}/files/mkdir", "use", on_sandbox=files.mkdir),
-        Route("POST", f"{one}/files/move", "use", on_sandbox=files.move),
-        Route("POST", f"{one}/files/remove", "use", on_sandbox=files.remove),
-        Route("POST", f"{one}/files/chmod", "use", on_sandbox=files.chmod),
-        Route("POST", f"{one}/files/chown", "use", on_sandbox=files.chown),
+        Route("POST", f"{one}/files/mkdir", "use", on_sandbox=once(files.mkdir)),
+        Route("POST", f"{one}/files/move", "use", on_sandbox=once(files.move)),
+        Route("POST", f"{one}/files/remove", "use", on_sandbox=once(files.remove)),
+        Route("POST", f"{one}/files/chmod", "use", on_sandbox=once(files.chmod)),
+        Route("POST", f"{one}/files/chown", "use", on_sandbox=once(files.chown)),
         Route("GET", f"{one}/files/tar", "use", on_sandbox=files.tar_out),
         Route("PUT", f"{one}/files/tar", "use", on_sandbox=files.tar_in),
         Route(WEBSOCKET, f"{one}/tcp/{{port}}", "use", on_socket=ports.tcp),

@@ -6,21 +6,23 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING
 
-from dsec.edge.commands import COMMANDS_MAX, CommandEntry
+from dsec.edge.commands import COMMANDS_MAX
 from dsec.edge.events import EventLog
 from dsec.edge.record import Record
 from dsec.edge.states import Step, Writer, check_transition
 from libdsec.errors import Conflict, DSecError, SandboxFailed, SandboxGone
-from libdsec.schema import SandboxEvent, State
+from libdsec.schema import CommandEntry, SandboxEvent, State
 
 if TYPE_CHECKING:
     from dsec.edge.channel import Channel
+    from dsec.edge.once import Acts
 
 
 class Sandbox:
     """A sandbox of which kernel objects exist or are about to: its record, its channel, and who uses it."""
 
     __slots__ = (
+        "acts",
         "askers",
         "busy",
         "channel",
@@ -64,6 +66,8 @@ class Sandbox:
         """An edge that starts now would take the journal's row for an untold one."""
         self.events = EventLog()
         self.commands: dict[str, CommandEntry] | None = None
+        self.acts: Acts | None = None
+        """What was done by calls with an idempotency key; made with the first one."""
         self.starting: asyncio.Task[DSecError | None] | None = None
         """The creation; its value is why it failed."""
         self.starters = 0

@@ -6,7 +6,7 @@ import math
 import re
 
 from libdsec.errors import InvalidArgument, Unsupported
-from libdsec.schema import DSecContainerRunArgs, RunArgs
+from libdsec.schema import AnyRunArgs, DSecContainerRunArgs, DSecFullVMRunArgs
 
 MEMORY_MB_MIN = 16
 """Below it not even a shell starts reliably beside the agent."""
@@ -35,10 +35,12 @@ _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]*")
 _SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
-def check_run_args(args: RunArgs) -> None:
-    """Raises InvalidArgument for a value out of its range, Unsupported for a backend that this edge doesn't have."""
+def check_run_args(args: AnyRunArgs) -> DSecContainerRunArgs:
+    """The arguments, if they are valid. Raises InvalidArgument for a value out of its range, Unsupported for a backend that this edge
+    doesn't have."""
     if not isinstance(args, DSecContainerRunArgs):
-        raise Unsupported("this edge has no microVM backend; use a container", field="backend")
+        kind = "full VM" if isinstance(args, DSecFullVMRunArgs) else "microVM"
+        raise Unsupported(f"this edge has no {kind} backend; use a container", field="backend")
     if args.network == "bridged":
         raise Unsupported('network "bridged" is not available on this edge; use "aether" or "none"', field="network")
     if not args.container_image:
@@ -62,6 +64,7 @@ def check_run_args(args: RunArgs) -> None:
     check_rules(args.network_rules)
     if args.idempotency_key is not None and not 0 < len(args.idempotency_key) <= KEY_MAX:
         raise InvalidArgument(f"idempotency_key must have 1 to {KEY_MAX} characters", field="idempotency_key")
+    return args
 
 
 def check_env(env: dict[str, str]) -> None:

@@ -31,6 +31,7 @@ MSGPACK = "application/msgpack"
 BODY_LIMIT = 64 << 10
 """Bytes of a body that describes an import."""
 _PATH_LIMIT = 4095
+_KEY_LIMIT = 128
 _CREDENTIAL_LIMIT = 16 << 10
 """Characters of a user name or a password: some are tokens."""
 
@@ -320,7 +321,11 @@ def _credentials(body: RegistryImport) -> Credentials | None:
 
 def _idempotency_key(request: Request, caller: Caller) -> str | None:
     key = request.headers.get("idempotency-key")
-    return None if key is None else f"{caller.project}:{key[:128]}"
+    if key is None:
+        return None
+    if not 0 < len(key) <= _KEY_LIMIT:
+        raise InvalidArgument(f"Idempotency-Key: 1 to {_KEY_LIMIT} characters", field="idempotency_key")
+    return f"{caller.project}:{key}"
 
 
 def _place(at: str) -> str:

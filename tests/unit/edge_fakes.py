@@ -96,7 +96,7 @@ class Agent:
             size = len(self.files.get(path, b""))
             found = {"path": path, "type": "file", "size": size, "mode": 0o644, "uid": 0, "gid": 0, "mtime": 1.5, "nlink": 1}
             return Exit(stdout=msgspec.msgpack.encode(found))
-        elif start.builtin == "remove" and path not in self.files:
+        elif start.builtin == "remove" and self.files.pop(path, None) is None:
             return _complaint(errno.ENOENT, "No such file or directory")
         return Exit()
 

@@ -19,9 +19,11 @@ from libdsec.schema import (
     CommandResult,
     CreateItem,
     CreateRequest,
+    DSecContainerRunArgs,
     ExecRequest,
     FileEvent,
     FileInfo,
+    ForkRequest,
     PatchRequest,
     PortUrl,
     ProcessInfo,
@@ -58,11 +60,18 @@ class FakeServer:
         """So many acts are carried out and then not answered: the connection breaks."""
         self.sandboxes: dict[str, SandboxInfo] = {}
         self.by_key: dict[str, str] = {}
+        self.forks: list[ForkRequest] = []
         self.asked: list[list[str | None]] = []
         """The idempotency keys of each create request."""
         self.cut_create_after: list[int] = []
         """Lines after which the next create answers break."""
         self.refuse_images: dict[str, list[DSecError]] = {}
+        self.fork_errors: list[dict[int, DSecError]] = []
+        """What each of the next fork requests is told instead of a sandbox, by its place."""
+        self.told = asyncio.Event()
+        """All lines of a create or fork request were written."""
+        self.hold_answers = False
+        """Answers to create and fork requests don't end behind their lines."""
         self.create_silent = asyncio.Event()
         self.create_silent.set()
         self.runs: Counter[str] = Counter()
@@ -100,6 +109,7 @@ class FakeServer:
                 web.get(box, self._get),
                 web.patch(box, self._patch),
                 web.delete(box, self._stop),
+                web.post(box + "/fork", self._fork),
                 web.post(box + "/exec", self._exec),
                 web.post(box + "/shell", self._shell),
                 web.get(box + "/exec/{exec}", self._process),
@@ -117,6 +127,7 @@ class FakeServer:
                 web.post(box + "/files/{verb}", self._change),
                 web.get(box + "/tcp/{port}", self._tcp),
                 web.get(box + "/url/{port}", self._url),
+                web.delete("/v1/images/{reference}", self._remove_image),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -185,7 +196,27 @@ class FakeServer:
             if lines_left is not None:
                 lines_left -= 1
             await response.write(msgspec.json.encode(item) + b"\n")
+        return await self._all_told(response)
+
+    async def _all_told(self, response: web.StreamResponse) -> web.StreamResponse:
+        self.told.set()
+        if self.hold_answers:
+            await asyncio.Event().wait()
         return response
+
+    async def _fork(self, request: web.Request) -> web.StreamResponse:
+        parent = self._live(request)
+        wanted = await self._body(request, ForkRequest)
+        self.forks.append(wanted)
+        errors = self.fork_errors.pop(0) if self.fork_errors else {}
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        for index in range(wanted.count):
+            key = wanted.idempotency_key if wanted.count == 1 else f"{wanted.idempotency_key}/{index}"
+            args = DSecContainerRunArgs(container_image=parent.image, idempotency_key=key)
+            item = CreateItem(index=index, error=errors[index].body()) if index in errors else self._make(index, args)
+            await response.write(msgspec.json.encode(item) + b"\n")
+        return await self._all_told(response)
 
     def _make(self, index: int, args: RunArgs) -> CreateItem:
         refusals = self.refuse_images.get(args.container_image)
@@ -225,7 +256,7 @@ class FakeServer:
         return info
 
     async def _get(self, request: web.Request) -> web.Response:
-        return self._answer(request, self._info(request))
+        return self._answer(request, self._live(request))
 
     async def _patch(self, request: web.Request) -> web.Response:
         change = await self._body(request, PatchRequest)
@@ -305,7 +336,9 @@ class FakeServer:
     async def _signal(self, request: web.Request) -> web.Response:
         exec_id = self._known(request)
         self.signals.append(await self._body(request, SignalRequest))
+        self.changes.append(request.headers.get("Idempotency-Key", ""))
         self.stdin_ended[exec_id].set()
+        self._maybe_cut()
         return web.Response(status=204)
 
     # -- files ----------------------------------------------------------------------------------------------------------------------------
@@ -355,6 +388,9 @@ class FakeServer:
         self.changes.append(request.headers["Idempotency-Key"])
         self._maybe_cut()
         return web.Response(status=204)
+
+    async def _remove_image(self, request: web.Request) -> web.Response:
+        raise Cut
 
     # -- ports ----------------------------------------------------------------------------------------------------------------------------
 

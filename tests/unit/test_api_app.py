@@ -167,6 +167,18 @@ async def test_the_callers_project_reaches_edge_and_images(api: Api) -> None:
     assert (await api("GET", "/v1/images")).body == b"rl"
 
 
+async def test_an_administrator_may_act_in_any_project_and_others_in_their_own(api: Api) -> None:
+    await api("GET", "/v1/sandboxes", key=api.admin.key, headers={"X-DSec-Project": "rl"})
+    assert (api.edge.scopes[-1]["dsec.project"], api.edge.scopes[-1]["dsec.admin"]) == ("rl", True)
+    await api("GET", "/v1/sandboxes", headers={"X-DSec-Project": "rl"})
+    assert (api.edge.scopes[-1]["dsec.project"], api.edge.scopes[-1]["dsec.admin"]) == ("rl", False)
+    for project in ("ops", "", "caf\u00e9"):
+        refused = await api("GET", "/v1/images", headers={"X-DSec-Project": project})
+        assert (refused.status, refused.error()["code"]) == (403, "permission_denied")
+    assert (await api("GET", "/v1/images", key=api.admin.key, headers={"X-DSec-Project": "no project"})).status == 400
+    assert len(api.edge.scopes) == 2
+
+
 # -- which edge
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import select
@@ -34,6 +35,7 @@ from dsec.store import Store
 from libdsec.errors import ErrorBody, ErrorEnvelope
 from libdsec.images import Images
 from libdsec.schema import (
+    CommandEntry,
     CommandResult,
     CreateItem,
     CreateRequest,
@@ -70,7 +72,7 @@ class FakeEdge:
                 Route("/v1/sandboxes/{id}", self.stop, methods=["DELETE"]),
                 Route("/v1/sandboxes/{id}/exec", self.exec, methods=["POST"]),
                 Route("/v1/sandboxes/{id}/exec", self.commands),
-                Route("/v1/sandboxes/{id}/commands", self.commands),
+                Route("/v1/sandboxes/{id}/commands", self.last_commands),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}", self.command),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/wait", self.wait),
                 Route("/v1/sandboxes/{id}/exec/{exec_id}/stdout", self.stdout),
@@ -128,6 +130,10 @@ class FakeEdge:
     async def commands(self, request: Request) -> Response:
         return answer([ProcessInfo(exec_id="ex-1", argv=["echo", "\x1b[31mred"], running=False, exit_code=0)])
 
+    async def last_commands(self, request: Request) -> Response:
+        ended = CommandEntry(exec_id="ex-1", command="echo \x1b[31mred", started_at=1.0, exit_code=7, duration_s=2.5)
+        return answer([ended, CommandEntry(exec_id="ex-2", command="sleep 9", started_at=2.0)])
+
     async def command(self, request: Request) -> Response:
         return answer(ProcessInfo(exec_id="ex-1", argv=["echo"], running=False, exit_code=3, stdout_total=4))
 
@@ -136,7 +142,7 @@ class FakeEdge:
 
     async def stdin(self, request: Request) -> Response:
         self.typed += await request.body()
-        if b"exit\r" in self.typed:
+        if b"exit\r" in self.typed or request.query_params["eof"] == "true":
             self.ended.set()
         return Response(status_code=204)
 
@@ -236,9 +242,9 @@ class Ran:
         self.code, self.stdout, self.stderr = result.exit_code, result.stdout, result.stderr
 
 
-def dsec(*words: str) -> subprocess.CompletedProcess[bytes]:
+def dsec(*words: str, stdin: int | None = None) -> subprocess.CompletedProcess[bytes]:
     """The command as a process of its own: for what goes straight to descriptors."""
-    return subprocess.run([sys.executable, "-m", "dsec.cli", *words], capture_output=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-m", "dsec.cli", *words], stdin=stdin, capture_output=True, timeout=60, check=False)
 
 
 def every_command() -> list[tuple[str, ...]]:
@@ -308,6 +314,17 @@ def test_tables_carry_no_control_characters_of_a_sandbox(service: Service, words
     assert "\x07" not in ran.stdout
 
 
+def test_debug_shows_the_last_commands_and_how_they_ended(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    commands = {entry["exec_id"]: entry for entry in json.loads(Ran("debug", sandbox.id, "--json").stdout)["commands"]}
+    assert commands["ex-1"]["exit_code"] == 7
+    shown = Ran("debug", sandbox.id).stdout
+    assert "exit 7 after 2.5 s" in shown and "red" in shown
+    assert "running" in shown.partition("sleep 9")[0].splitlines()[-1]
+    service.edge.sandboxes[sandbox.id] = msgspec.structs.replace(sandbox, state="failed")
+    assert "no end seen" in Ran("debug", sandbox.id).stdout
+
+
 def test_create_prints_an_id_a_line(service: Service) -> None:
     ran = Ran("create", "debian", "-n", "3")
     assert ran.code == 0
@@ -360,6 +377,57 @@ def test_exec_as_json_has_the_output_as_text(service: Service) -> None:
 def test_exec_in_a_fresh_sandbox_leaves_none(service: Service) -> None:
     assert dsec("exec", "--image", "debian", "echo", "hello").returncode == 3
     assert [info.state for info in service.edge.sandboxes.values()] == ["stopped"]
+
+
+@pytest.fixture
+def reader(service: Service) -> Iterator[SandboxInfo]:
+    """A sandbox whose commands end when their input does, or when they are killed."""
+    edge = service.edge
+    edge.silent, edge.killed, edge.typed, edge.ended = True, False, b"", asyncio.Event()
+    yield edge.make("debian", {})
+    edge.silent = False
+
+
+@pytest.mark.parametrize("source", ["file", "empty file", "/dev/null", "pipe"])
+def test_exec_sends_its_input_whatever_that_is(service: Service, reader: SandboxInfo, tmp_path: Path, source: str) -> None:
+    content = b"" if source in ("empty file", "/dev/null") else b"line\n" * 1000
+    if source == "pipe":
+        descriptor, writing = os.pipe()
+        os.write(writing, content)
+        os.close(writing)
+    else:
+        path = tmp_path / "input"
+        path.write_bytes(content)
+        descriptor = os.open("/dev/null" if source == "/dev/null" else path, os.O_RDONLY)
+    try:
+        done = dsec("exec", "-i", reader.id, "--", "cat", stdin=descriptor)
+        assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_NONBLOCK, "whoever shares it would see that"
+    finally:
+        os.close(descriptor)
+    assert (done.returncode, done.stdout) == (3, b"prompt$ ")
+    assert service.edge.typed == content
+    assert not service.edge.killed
+
+
+def test_exec_ends_with_its_command_though_its_input_goes_on(service: Service) -> None:
+    sandbox = service.edge.make("debian", {})
+    descriptor, writing = os.pipe()
+    try:
+        assert dsec("exec", "-i", sandbox.id, "--", "true", stdin=descriptor).returncode == 3
+    finally:
+        os.close(descriptor)
+        os.close(writing)
+
+
+def test_exec_fails_and_kills_its_command_if_its_input_cannot_be_read(service: Service, reader: SandboxInfo, tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT)
+    try:
+        done = dsec("exec", "-i", reader.id, "--", "cat", stdin=descriptor)
+    finally:
+        os.close(descriptor)
+    assert done.returncode == 1
+    assert b"Bad file descriptor" in done.stderr
+    assert service.edge.killed
 
 
 def test_logs_shows_both_streams_apart(service: Service) -> None:

@@ -20,7 +20,7 @@ from dsec.edge.sequence import Malformed, Sequence
 from dsec.edge.spawner import KernelSandbox
 from dsec.edge.validation import check_run_args
 from libdsec.errors import InvalidArgument, Unsupported
-from libdsec.schema import MB, CreateRequest, DSecContainerRunArgs, DSecMicroVMRunArgs, ExecRequest
+from libdsec.schema import MB, CreateRequest, DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, ExecRequest
 
 GB = 1 << 30
 POLICY = AdmissionPolicy()
@@ -158,7 +158,7 @@ class TestPlan:
 
     def test_the_header_stands_in_for_a_missing_key(self) -> None:
         request = CreateRequest(args=DSecContainerRunArgs(container_image="x"), count=2)
-        assert [item.idempotency_key for item in plan(request, b"H")] == ["H/0", "H/1"]
+        assert [item.idempotency_key for item in plan(request, "H")] == ["H/0", "H/1"]
 
     @pytest.mark.parametrize(
         ("request_", "field"),
@@ -209,7 +209,9 @@ class TestValidation:
 
     def test_a_backend_that_is_not_there_is_unsupported(self) -> None:
         with pytest.raises(Unsupported):
-            check_run_args(DSecMicroVMRunArgs(container_image="x"))
+            check_run_args(DSecMicroVMRunArgs("x"))
+        with pytest.raises(Unsupported):
+            check_run_args(DSecFullVMRunArgs("disk"))
 
     @pytest.mark.parametrize(
         ("body", "field"),

@@ -16,6 +16,7 @@ from dsec.edge import Edge
 from dsec.edge.channel import ChannelError, ChannelLost, Exit
 from dsec.edge.failures import as_error, of_complaint
 from dsec.edge.journal import JournalError
+from dsec.edge.once import REMEMBERED, Acts
 from dsec.edge.ports import PortSigner
 from dsec.edge.spawner import SpawnerError, SpawnerLost
 from libdsec.errors import DSecError
@@ -107,6 +108,71 @@ class TestCreate:
         again = {line["sandbox"]["id"] for line in (await client("POST", "/v1/sandboxes", body)).lines()}
         assert made <= again
         assert len(again) == len(node.kernel) == 3
+
+    @pytest.mark.parametrize("args", [{"backend": "fullvm", "disk_image": "x", "firmware": "uefi"}, ARGS | {"backend": "microvm"}])
+    async def test_a_backend_that_is_not_here_is_unsupported(self, client: Client, args: dict[str, str]) -> None:
+        answer = await client("POST", "/v1/sandboxes", {"args": args})
+        assert answer.error() == "501 unsupported"
+        assert answer.json()["error"]["field"] == "args.backend"
+
+    @pytest.mark.parametrize("key", ["", "x" * 257, "a\tb"])
+    async def test_a_key_that_names_nothing_is_refused(self, client: Client, key: str) -> None:
+        answer = await client("POST", "/v1/sandboxes", {"args": ARGS}, headers={"Idempotency-Key": key})
+        assert answer.error() == "400 invalid_argument"
+        assert answer.json()["error"]["field"] == "idempotency_key"
+        parent = await create(client)
+        answer = await client("POST", f"{parent}/fork", {}, headers={"Idempotency-Key": key})
+        assert answer.error() == "400 invalid_argument"
+
+
+class TestOnce:
+    async def test_what_was_done_is_not_done_again(self, client: Client, node: Node) -> None:
+        path = await create(client)
+        agent = node.agent(path.rsplit("/", 1)[1])
+        agent.files[b"/x"] = b""
+        headers = {"Idempotency-Key": "once"}
+        for _ in range(3):
+            assert (await client("POST", f"{path}/files/remove?path=/x", headers=headers)).status == 204
+        assert [start.builtin for start in agent.started] == ["remove"]
+        other = await client("POST", f"{path}/files/remove?path=/x", headers={"Idempotency-Key": "another"})
+        assert other.error() == "404 file_not_found"
+        assert (await client("POST", f"{path}/files/remove?path=/y", headers=headers)).error() == "404 file_not_found"
+
+    async def test_what_failed_is_tried_again(self, client: Client, node: Node) -> None:
+        path = await create(client)
+        headers = {"Idempotency-Key": "once"}
+        assert (await client("POST", f"{path}/files/remove?path=/x", headers=headers)).error() == "404 file_not_found"
+        node.agent(path.rsplit("/", 1)[1]).files[b"/x"] = b""
+        assert (await client("POST", f"{path}/files/remove?path=/x", headers=headers)).status == 204
+
+    async def test_without_a_key_each_call_is_a_new_one(self, client: Client, node: Node) -> None:
+        path = await create(client)
+        assert (await client("POST", f"{path}/files/mkdir?path=/x&parents=false")).status == 204
+        assert (await client("POST", f"{path}/files/mkdir?path=/x&parents=false")).error() == "409 conflict"
+
+    async def test_a_repetition_waits_for_the_call_under_way(self) -> None:
+        acts, gate, done = Acts(), asyncio.Event(), 0
+
+        async def act() -> None:
+            nonlocal done
+            await gate.wait()
+            done += 1
+
+        calls = [asyncio.create_task(acts.once(b"name", act)) for _ in range(3)]
+        await asyncio.sleep(0)
+        gate.set()
+        assert sorted(await asyncio.gather(*calls)) == [False, False, True]
+        assert done == 1
+
+    async def test_the_memory_is_bounded(self) -> None:
+        acts = Acts()
+
+        async def act() -> None: ...
+
+        for number in range(REMEMBERED + 1):
+            assert await acts.once(b"%d" % number, act)
+        assert not await acts.once(b"1", act)
+        assert await acts.once(b"0", act)
 
 
 class TestErrors:
@@ -253,6 +319,14 @@ class TestExec:
         for _ in range(2):
             await client("POST", f"{path}/exec", {"command": "x"}, headers={"idempotency-key": "once"})
         assert [start.exec_id for start in node.agent(path.rsplit("/", 1)[1]).started] == ["once"]
+
+    async def test_the_idempotency_header_names_the_command_of_a_session_too(self, client: Client, node: Node) -> None:
+        path = await create(client)
+        await client("POST", f"{path}/shell", {"command": "x"}, headers={"idempotency-key": "once"})
+        await client("POST", f"{path}/shell", {"command": "x", "exec_id": "named"}, headers={"idempotency-key": "once"})
+        assert [shell.exec_id for shell in node.agent(path.rsplit("/", 1)[1]).shells] == ["once", "named"]
+        answer = await client("POST", f"{path}/shell", {"command": "x"}, headers={"idempotency-key": ""})
+        assert answer.error() == "400 invalid_argument"
 
     async def test_long_stdin_follows_its_command(self, client: Client, node: Node) -> None:
         path = await create(client)

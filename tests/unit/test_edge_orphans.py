@@ -16,6 +16,7 @@ from dsec.edge.journal import JournalError
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from libdsec import transport
+from libdsec.keepalive import NOTICED_S
 from libdsec.schema import DSecContainerRunArgs
 
 ARGS = {"backend": "container", "container_image": "base"}
@@ -66,7 +67,7 @@ async def journaled(edge: Edge, sandbox: str) -> Record:
 
 
 def test_the_grace_is_longer_than_the_sdk_goes_on_asking() -> None:
-    assert transport.TCP_IDLE_S + transport.RETRY_FOR_S + transport.CONNECT_TIMEOUT_S < GRACE_S
+    assert NOTICED_S + transport.RETRY_FOR_S + transport.CONNECT_TIMEOUT_S < GRACE_S
 
 
 class TestTaken:

@@ -179,6 +179,14 @@ class TestProcess:
         process = await sandbox.start(["server"])
         assert server.runs == {process.exec_id: 1}
 
+    async def test_a_signal_whose_answer_is_lost_is_repeated_under_its_key(self, server: FakeServer, sandbox: Sandbox) -> None:
+        process = await sandbox.start("x")
+        server.cut_after_act = 1
+        await process.signal("TERM")
+        await process.signal("TERM")
+        first, again, second = server.changes
+        assert first == again and first and second not in ("", first)
+
     async def test_it_is_found_again_by_its_id_and_signalled(self, server: FakeServer, sandbox: Sandbox) -> None:
         started = await sandbox.start(["sleep"])
         process = await sandbox.process(started.exec_id)

@@ -14,6 +14,8 @@ from libdsec import (
     DeadlineExceeded,
     DSecClient,
     DSecContainerRunArgs,
+    DSecError,
+    DSecFullVMRunArgs,
     DSecMicroVMRunArgs,
     ImageNotFound,
     InvalidArgument,
@@ -21,7 +23,9 @@ from libdsec import (
     Sandbox,
     SandboxGone,
     SandboxNotFound,
+    Unsupported,
 )
+from libdsec.transport import Retry
 
 ARGS = DSecContainerRunArgs(container_image="python:3.11")
 
@@ -145,6 +149,46 @@ async def test_the_backend_of_the_args_must_be_the_calls(client: DSecClient) -> 
         await client.run_container(DSecMicroVMRunArgs(container_image="x"))  # type: ignore[arg-type]
 
 
+async def test_full_vms_are_unsupported_whatever_way_they_are_asked_for(server: FakeServer, client: DSecClient) -> None:
+    args = DSecFullVMRunArgs("windows-11.qcow2", profile="windows")
+    with pytest.raises(Unsupported):
+        await client.run_full_vm(args)
+    with pytest.raises(Unsupported):
+        await client.run(args)
+    with pytest.raises(Unsupported):
+        [item async for item in client.run_many([ARGS, args])]
+    with pytest.raises(Unsupported):
+        Sandbox.create("x", backend="fullvm")
+    assert not server.requests
+
+
+async def test_the_image_may_be_given_without_its_name(server: FakeServer, client: DSecClient) -> None:
+    assert DSecContainerRunArgs("python:3.11") == ARGS
+    with pytest.raises(TypeError):
+        DSecContainerRunArgs("python:3.11", "workspace")  # type: ignore[misc]
+
+
+async def test_a_fork_with_its_memory_is_unsupported(client: DSecClient) -> None:
+    with pytest.raises(Unsupported):
+        await (await client.run(ARGS)).fork(2, memory=True)
+
+
+async def test_a_deadline_that_passes_between_attempts_is_an_item_of_each(
+    server: FakeServer, client: DSecClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.run(ARGS)
+    server.cut_create_after = [1]
+
+    def late(self: Retry, error: DSecError, *, attempt_started: float, now: float) -> float:
+        """As if the pause had taken longer than it should."""
+        return 0.06
+
+    monkeypatch.setattr(Retry, "delay", late)
+    items = [item async for item in client.run_many(ARGS, count=3, timeout=0.05)]
+    assert [type(item.error) for item in items] == [type(None), DeadlineExceeded, DeadlineExceeded]
+    assert len(server.asked) == 2
+
+
 async def test_list_pages_and_filters(server: FakeServer, client: DSecClient) -> None:
     async for _ in client.run_many(DSecContainerRunArgs(container_image="x", labels={"run": "a b&c"}), count=5):
         pass
@@ -191,7 +235,9 @@ class TestShortForm:
     async def test_it_takes_a_client_and_leaves_it_open(self, client: DSecClient) -> None:
         async with Sandbox.create("python:3.11", client=client) as sandbox:
             pass
-        assert (await client.get(sandbox.id)).state == "stopped"
+        with pytest.raises(SandboxGone):
+            await client.get(sandbox.id)
+        assert (await sandbox.stop()).state == "stopped"
 
     def test_wrong_arguments_are_named(self) -> None:
         with pytest.raises(InvalidArgument, match="memory_limit_mb"):

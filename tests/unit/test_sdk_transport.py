@@ -87,6 +87,12 @@ async def test_a_server_that_never_answered_is_given_up_soon_with_advice(monkeyp
             await client.get("sb-1")
 
 
+async def test_the_removal_of_an_image_is_not_repeated(server: FakeServer, client: DSecClient) -> None:
+    with pytest.raises(Unavailable):
+        await client.images.remove("python:3.11")
+    assert len(server.requests) == 1
+
+
 async def test_a_server_that_restarts_is_waited_for(server: FakeServer, client: DSecClient) -> None:
     await client.get("sb-1")
     await server.stop()

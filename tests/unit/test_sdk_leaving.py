@@ -1,0 +1,140 @@
+"""What becomes of sandboxes that a call had made when it was left, or when another one of them failed: nobody's sandbox lives on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from edge_fakes import Node, eventually, open_edge
+from sdk_server import FakeServer
+from starlette.types import Receive, Scope, Send
+
+import libdsec.transport
+from dsec.api.listener import Listener, bind, origin
+from dsec.edge import Edge
+from libdsec import DSecClient, DSecContainerRunArgs, InvalidArgument, NoCapacity, Sandbox, Unavailable
+from libdsec.schema import CreateItem
+from libdsec.transport import Lines
+
+ARGS = DSecContainerRunArgs(container_image="base")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    fake = FakeServer()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
+@pytest.fixture
+async def client(server: FakeServer) -> AsyncIterator[DSecClient]:
+    async with DSecClient(server.url, "dsec_k") as opened:
+        yield opened
+
+
+def running(server: FakeServer) -> set[str]:
+    return {info.id for info in server.sandboxes.values() if info.state == "running"}
+
+
+class TestFork:
+    @pytest.fixture
+    async def parent(self, client: DSecClient) -> Sandbox:
+        return await client.run(ARGS)
+
+    async def test_children_behind_one_that_failed_are_stopped_too(self, server: FakeServer, parent: Sandbox) -> None:
+        server.fork_errors = [{1: InvalidArgument("no")}]
+        with pytest.raises(InvalidArgument):
+            await parent.fork(4)
+        assert len(server.by_key) == 4
+        assert running(server) == {parent.id}
+
+    async def test_the_error_that_lasts_is_raised(self, server: FakeServer, parent: Sandbox) -> None:
+        server.fork_errors = [{0: Unavailable("for now"), 2: NoCapacity("full", reason="memory")}]
+        with pytest.raises(NoCapacity):
+            await parent.fork(3)
+        assert running(server) == {parent.id}
+
+    async def test_a_child_that_cannot_be_made_for_now_is_asked_for_again(self, server: FakeServer, parent: Sandbox) -> None:
+        server.fork_errors = [{1: Unavailable("for now", retry_after=0.0)}]
+        children = await parent.fork(3)
+        assert running(server) == {parent.id, *(child.id for child in children)}
+        first, second = server.forks
+        assert first.idempotency_key == second.idempotency_key
+
+    async def test_cancelled_it_stops_what_was_written_and_not_read(
+        self, server: FakeServer, parent: Sandbox, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server.told.clear()
+        server.hold_answers = True
+        begun = asyncio.Event()
+
+        class Noticed(Lines[CreateItem]):
+            def __aiter__(self) -> Noticed:
+                begun.set()
+                return self
+
+        monkeypatch.setattr(libdsec.transport, "Lines", Noticed)
+        forking = asyncio.create_task(parent.fork(5))
+        await begun.wait()
+        await server.told.wait()
+        forking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+        assert len(server.by_key) == 6
+        assert running(server) == {parent.id}
+
+
+class TestCreate:
+    async def test_leaving_a_batch_stops_what_was_not_given(self, server: FakeServer, client: DSecClient) -> None:
+        server.hold_answers = True
+        async with aclosing(client.run_many(ARGS, count=10)) as items:
+            given = await anext(items)
+            await server.told.wait()
+        assert given.sandbox is not None
+        assert len(server.sandboxes) == 10
+        assert running(server) == {given.sandbox.id}
+
+    async def test_what_its_caller_can_ask_for_again_lives_on(self, server: FakeServer, client: DSecClient) -> None:
+        server.hold_answers = True
+        keyed = DSecContainerRunArgs(container_image="base", idempotency_key="mine")
+        async with aclosing(client.run_many([keyed, ARGS, ARGS])) as items:
+            # The fake answers in reverse.
+            assert (await anext(items)).index == 2
+            await server.told.wait()
+        assert running(server) == {server.by_key["mine"], server.by_key[str(server.asked[0][2])]}
+
+
+@asynccontextmanager
+async def listening(edge: Edge) -> AsyncIterator[str]:
+    """The edge behind the real HTTP server."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await edge.app({**scope, "dsec.project": "p"}, receive, send)
+
+    bound = bind("127.0.0.1", 0)
+    listener = Listener(app, bound)
+    serving = asyncio.create_task(listener.run_until_stopped())
+    await listener.listening.wait()
+    try:
+        yield origin(bound)
+    finally:
+        listener.stop()
+        await serving
+
+
+async def test_the_real_server_counts_as_told_only_what_the_leaver_stops(tmp_path: Path) -> None:
+    node = Node()
+    async with open_edge(node, tmp_path, start_slots=4) as edge, listening(edge) as url, DSecClient(url, "dsec_k") as client:
+        async with aclosing(client.run_many(ARGS, count=400)) as items:
+            given = await anext(items)
+            await eventually(lambda: len(node.kernel) > 40)
+        assert given.sandbox is not None
+        # Whatever else there is, nobody counts as told of it: its grace ends it.
+        inventory = edge.sandboxes.inventory
+        await eventually(lambda: all(not sandbox.askers and sandbox.starting is None for sandbox in inventory))
+        assert {sandbox.id for sandbox in inventory if sandbox.told} == {given.sandbox.id}
+        assert len(node.kernel) < 400
