@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import zstandard
-
 from dsec.images.blobs import BlobDirectory, hex_of
-from dsec.images.chunks import ZEROS, ChunkTable
+from dsec.images.chunks import ZEROS, ChunkTable, unpack_frame
 from dsec.images.flights import Flights
 from dsec.images.importing import Tell
 from dsec.images.limits import ImportLimits
@@ -195,10 +193,7 @@ class Puller:
 
 def unpack_meta(packed: bytes, layer: LayerInfo) -> bytes:
     """The metadata file in ``metas/<hex>.zst``. Raises ImageError where it isn't the layer's."""
-    try:
-        content = zstandard.ZstdDecompressor().decompress(packed, max_output_size=layer.meta_bytes)
-    except zstandard.ZstdError as error:
-        raise ImageError(f"the metadata of {layer.digest} is broken: {error}") from error
+    content = unpack_frame(packed, layer.meta_bytes, f"the metadata of {layer.digest}")
     if f"sha256:{hashlib.sha256(content).hexdigest()}" != layer.digest:
         raise ImageError(f"the metadata of {layer.digest} has another digest: it is broken or forged")
     return content

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zstandard
 
-from dsec.images.chunks import STORED, ZEROS, ZSTD, ChunkTable, pack
+from dsec.images.chunks import STORED, ZEROS, ZSTD, ChunkTable, pack, unpack_frame
 from dsec.images.shared import BlobMissing, Blobs, BlobsDenied, Listed, open_blobs
 from libdsec.errors import ImageError, InvalidArgument, Unavailable
 from tests.unit.seaweed import Seaweed, seaweed
@@ -189,3 +190,18 @@ def test_a_table_that_lies_is_refused(tmp_path: Path) -> None:
     for lie, table in lies.items():
         with pytest.raises(ImageError):
             pytest.fail(f"{lie}: {ChunkTable.decode(table)}")
+
+
+def test_a_frame_that_promises_another_size_is_refused_before_it_is_unpacked() -> None:
+    frame = zstandard.ZstdCompressor().compress(bytes(1000))
+    assert unpack_frame(frame, 1000, "chunk 1") == bytes(1000)
+    with pytest.raises(ImageError, match="chunk 1 is broken: its frame promises 1000, 999 bytes"):
+        unpack_frame(frame, 999, "chunk 1")
+    with pytest.raises(ImageError, match="no size"):
+        unpack_frame(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1000)), 1000, "chunk 1")
+    # Its size field says a terabyte: no room is made for that.
+    assert frame[4:7] == b"\x60\xe8\x02"
+    with pytest.raises(ImageError, match="promises 1099511627776"):
+        unpack_frame(frame[:4] + b"\xe0" + (1 << 40).to_bytes(8, "little") + frame[7:], 1000, "chunk 1")
+    with pytest.raises(ImageError, match="chunk 1 is broken"):
+        unpack_frame(b"nonsense", 8, "chunk 1")
