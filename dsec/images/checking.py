@@ -23,6 +23,7 @@ from dsec.images.pulling import Puller, unpack_meta
 from dsec.images.shared import BlobMissing, Blobs
 from dsec.images.shared_catalog import Held, Manifest, SharedCatalog, manifest_key, read_manifest
 from dsec.images.store_gc import unnamed
+from dsec.images.threads import Check, in_pieces
 from libdsec.errors import DSecError, ImageError
 from libdsec.schema import ImageFinding, LayerInfo
 
@@ -50,11 +51,12 @@ class Checker:
 
     async def node(self, layers: Iterable[tuple[str, LayerInfo]], needed: Callable[[str], bool]) -> None:
         """Checks the files of layers (with the image that names each). ``needed``: whether something counts on a digest (hexadecimal)."""
-        seen: set[str] = set()
+        by_digest: dict[str, tuple[str, LayerInfo]] = {}
         for image, layer in layers:
-            if layer.digest in seen:
-                continue
-            seen.add(layer.digest)
+            # Of several the one that knows the store's copy: it was pushed after another that says nothing of one.
+            if layer.digest not in by_digest or by_digest[layer.digest][1].index is None:
+                by_digest[layer.digest] = (image, layer)
+        for image, layer in by_digest.values():
             await self._file(image, layer, layer.digest, required=layer.index is None or layer.blob is None)
             if layer.blob is not None:
                 await self._file(image, layer, layer.blob, required=layer.index is None)
@@ -82,7 +84,7 @@ class Checker:
                 return
             detail = f"{size} bytes instead of {expected}"
         else:
-            actual = await asyncio.to_thread(_digest, path)
+            actual = await in_pieces(lambda check: _digest(path, check))
             if actual == hex_of(digest):
                 return
             detail = f"its content has the digest {actual}"
@@ -272,9 +274,20 @@ class Checker:
             self._found(msgspec.structs.replace(finding, repaired=True, detail=f"{finding.detail}; {outcome}"))
 
 
-def _digest(path: Path) -> str:
+async def _size(blobs: Blobs, key: str, sizes: dict[str, int]) -> int | None:
+    """Bytes of an object; None: there is none. One that came after the listing that ``sizes`` are from is added to them."""
+    if key not in sizes:
+        listed = await blobs.stat(key)
+        if listed is None:
+            return None
+        sizes[key] = listed.size
+    return sizes[key]
+
+
+def _digest(path: Path, check: Check) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(READ_PIECE):
+            check()
             digest.update(piece)
     return digest.hexdigest()
