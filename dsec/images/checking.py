@@ -17,6 +17,7 @@ import msgspec
 
 from dsec.images.blobs import BlobDirectory, digest_of, hex_of
 from dsec.images.chunks import ChunkTable
+from dsec.images.documents import decode
 from dsec.images.leases import GC_KEY, GC_S, LeaseFile
 from dsec.images.publishing import CLAIM_S, Publisher, frames_key, meta_key, table_key
 from dsec.images.pulling import Puller, unpack_meta
@@ -229,7 +230,7 @@ class Checker:
         async for batch in blobs.list("leases"):
             for each in batch:
                 try:
-                    msgspec.json.decode(await blobs.get(each.key), type=LeaseFile)
+                    decode(await blobs.get(each.key), LeaseFile)
                 except msgspec.DecodeError as error:
                     await self._object(blobs, "corrupt", each.key, f"it is no lease: {error}")
                 except BlobMissing:

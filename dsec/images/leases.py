@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from dsec.images.documents import decode
 from dsec.images.shared import BlobMissing, Blobs
 from libdsec.errors import DSecError, ImageError, NoCapacity, Unavailable
 
@@ -122,7 +123,7 @@ async def read_leases(blobs: Blobs, now: float) -> dict[str, set[str]]:
         except BlobMissing:
             continue
         try:
-            lease = msgspec.json.decode(data, type=LeaseFile)
+            lease = decode(data, LeaseFile)
         except msgspec.DecodeError as error:
             raise ImageError(f"{key} in the shared store is no lease ({error}): `dsec image fsck --repair` removes it") from error
         if lease.at + LEASE_S > now:

@@ -18,6 +18,7 @@ import zstandard
 
 from dsec.images.blobs import BlobDirectory, digest_of, full_disk_told, hex_of
 from dsec.images.chunks import CHUNK_BYTES, ChunkTable, pack
+from dsec.images.documents import decode
 from dsec.images.flights import Flights
 from dsec.images.importing import Tell
 from dsec.images.leases import POLL_S, Lease
@@ -230,7 +231,7 @@ class Publisher:
         if await self._shared.put_new(key, mine):
             return True
         try:
-            claim = msgspec.json.decode(await self._shared.get(key), type=ClaimFile)
+            claim = decode(await self._shared.get(key), ClaimFile)
         except BlobMissing:
             return False
         except msgspec.DecodeError:

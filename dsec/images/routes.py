@@ -301,7 +301,7 @@ async def _registry_import(request: Request) -> RegistryImport:
         if request.headers.get("content-type", "").startswith(MSGPACK):
             return msgspec.msgpack.decode(data, type=RegistryImport)
         return msgspec.json.decode(data, type=RegistryImport)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidArgument(f"the request body is not as it should be: {error}") from error
 
 

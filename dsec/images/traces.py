@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from dsec.images.blobs import full_disk_told
+from dsec.images.documents import decode
 from dsec.images.shared import BlobMissing, Blobs
 from libdsec.errors import InvalidArgument, Unavailable
 
@@ -98,7 +100,7 @@ class Traces:
 def _decode(data: bytes, image: str) -> list[Touch] | None:
     """A trace is a hint: one that can't be read is none."""
     try:
-        trace = msgspec.json.decode(data, type=TraceFile)
+        trace = decode(data, TraceFile)
     except msgspec.DecodeError:
         return None
     return trace.chunks[:ENTRIES_MAX] if trace.image == image else None

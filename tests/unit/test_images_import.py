@@ -236,6 +236,7 @@ HOSTILE = {
     "foreign layer": (bent(set_media_type("application/vnd.docker.image.rootfs.foreign.diff.tar.gzip")), "foreign"),
     "media type that lies": (bent(set_media_type(OCI_LAYER + "+gzip")), "broken gzip"),
     "no manifest": (rebuild(OCI, {"index.json": b'{"manifests": []}'}), "no image for linux"),
+    "index that is nested without end": (rebuild(OCI, {"index.json": b'{"x": ' + b"[" * 100_000}), "nested too deeply"),
     "index without end": (rebuild(OCI, {"index.json": b"[" * 100_000}), "not what it should be"),
     "future layout": (rebuild(OCI, {"oci-layout": b'{"imageLayoutVersion": "9"}'}), "unknown version"),
     "absolute name": (bent(add(member("/etc/passwd"))), "leads outside"),
