@@ -15,7 +15,7 @@ import msgspec
 
 from dsec.images.documents import decode
 from dsec.images.shared import BlobMissing, Blobs
-from libdsec.errors import DSecError, ImageError, NoCapacity, Unavailable
+from libdsec.errors import ImageError, Unavailable
 
 LEASE_S = 600.0
 """For so long a lease counts after it was written: a node that was cut off comes back within."""
@@ -152,11 +152,11 @@ async def forget_leases(blobs: Blobs, now: float) -> None:
         await blobs.delete(stale)
 
 
-async def keep_refreshed(lease: Lease, told: Callable[[DSecError], None]) -> None:
-    """Refreshes the lease for ever; ``told`` of the times when the store couldn't be reached."""
+async def keep_refreshed(lease: Lease, told: Callable[[Exception], None]) -> None:
+    """Refreshes the lease for ever, whatever an attempt fails with; ``told`` of that."""
     while True:
         try:
             await lease.refresh()
-        except (Unavailable, NoCapacity) as error:
-            told(error)
+        except Exception as failure:
+            told(failure)
         await asyncio.sleep(REFRESH_S)

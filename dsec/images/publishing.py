@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import structlog
 import zstandard
 
 from dsec.images.blobs import BlobDirectory, digest_of, full_disk_told, hex_of
@@ -36,6 +37,8 @@ CLAIM_S = 600.0
 CLAIM_REFRESH_S = 60.0
 PACKINGS = 2
 """Blobs packed at a time; each uses every core."""
+
+_log = structlog.get_logger("dsec.images")
 
 
 class ClaimFile(msgspec.Struct, kw_only=True):
@@ -162,6 +165,10 @@ class Publisher:
                 await asyncio.sleep(POLL_S)
             claiming = asyncio.create_task(self._keep_claim(blob))
             try:
+                # Between the look and the claim another node may have sent it, and its table is what its manifests name.
+                table = await self._published(blob)
+                if table is not None:
+                    return table
                 async with self._slots:
                     return await self._send(blob, step, tell)
             finally:
@@ -246,7 +253,11 @@ class Publisher:
         while True:
             await asyncio.sleep(CLAIM_REFRESH_S)
             claim = ClaimFile(node=self._lease.node, at=time.time())
-            await self._shared.put(f"uploads/{hex_of(blob)}.json", msgspec.json.encode(claim))
+            try:
+                await self._shared.put(f"uploads/{hex_of(blob)}.json", msgspec.json.encode(claim))
+            except Exception as failure:
+                # It counts for ten times as long.
+                _log.warning("the claim on an upload can't be renewed", blob=blob, error=str(failure))
 
 
 def _not_whole(digest: str) -> ImageNotFound:

@@ -22,7 +22,7 @@ from dsec.images.publishing import Publisher
 from dsec.images.shared import Blobs
 from dsec.images.shared_catalog import Manifest, SharedCatalog, held_by, manifest_key
 from dsec.images.store_gc import StoreGc
-from libdsec.errors import Conflict, DSecError, NoCapacity, PermissionDenied, Unavailable
+from libdsec.errors import Conflict, ImageError, ImageNotFound, NoCapacity, PermissionDenied, Unavailable
 from libdsec.schema import ImageInfo
 
 NAME_FRESH_S = 10.0
@@ -69,7 +69,7 @@ class Sharing:
     def start(self) -> None:
         """Begins to keep the lease, and to push what is still to be pushed. Not before ``needed`` can tell: a lease replaces the one that
         an earlier process of this node wrote."""
-        self._tasks = [asyncio.create_task(keep_refreshed(self.lease, _unreachable)), asyncio.create_task(self._push_what_is_left())]
+        self._tasks = [asyncio.create_task(keep_refreshed(self.lease, _not_renewed)), asyncio.create_task(self._push_what_is_left())]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -112,8 +112,9 @@ class Sharing:
             for entry in self._local.unpushed():
                 try:
                     await self.push(entry, lambda line: None)
-                except DSecError as error:
-                    _log.warning("an image can't be pushed yet", image=entry.info.name, version=entry.info.version, error=error.message)
+                except Exception as failure:
+                    # Whatever it is, the others and the next attempt don't suffer for it.
+                    _log.warning("an image can't be pushed yet", image=entry.info.name, version=entry.info.version, error=str(failure))
             await asyncio.sleep(PUSH_RETRY_S)
 
     # -- finding
@@ -181,5 +182,5 @@ class Sharing:
         return await self.gc.collect({manifest_key(info.name, info.version): held_by(info.layers) for info in shared})
 
 
-def _unreachable(error: DSecError) -> None:
-    _log.warning("the lease in the shared store can't be renewed", error=error.message)
+def _not_renewed(failure: Exception) -> None:
+    _log.warning("the lease in the shared store can't be renewed", error=str(failure))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import time
@@ -14,7 +15,7 @@ import zstandard
 
 from dsec.images.chunks import STORED, ZEROS, ZSTD, ChunkTable, pack, unpack_frame
 from dsec.images.shared import BlobMissing, Blobs, BlobsDenied, Listed, open_blobs
-from libdsec.errors import ImageError, InvalidArgument, Unavailable
+from libdsec.errors import ImageError, InvalidArgument, NoCapacity, Unavailable
 from tests.unit.seaweed import Seaweed, seaweed
 
 
@@ -53,6 +54,43 @@ async def test_objects_are_put_read_listed_and_deleted(blobs: Blobs, tmp_path: P
     await blobs.delete(["blobs/none", "blobs/one.z", "blobs/neither"])
     assert await blobs.stat("blobs/one.z") is None
     assert await listed(blobs, "nothing") == []
+
+
+async def test_what_goes_wrong_with_files_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_blobs(str(tmp_path / "store"))
+    await store.put("metas/one", b"1")
+    (tmp_path / "store" / "metas" / "half#1").mkdir()
+    with pytest.raises(Unavailable, match="deleting"):
+        await store.drop_staging(["metas/half#1"])
+
+    def fail(number: int) -> None:
+        monkeypatch.setattr(os, "fsync", lambda descriptor: _raise(OSError(number, os.strerror(number))))
+
+    fail(errno.EIO)
+    with pytest.raises(Unavailable, match="writing metas/two"):
+        await store.put("metas/two", b"2")
+    fail(errno.EDQUOT)
+    with pytest.raises(NoCapacity):
+        await store.put_new("metas/three", b"3")
+    monkeypatch.setattr(os, "scandir", lambda path: _raise(OSError(errno.ESTALE, "stale file handle")))
+    with pytest.raises(Unavailable, match="listing metas: "):
+        await listed(store, "metas")
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+async def test_what_is_taken_away_while_it_is_synced_counts_as_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_blobs(str(tmp_path / "store"))
+    opened = os.open
+
+    def taken_away(path: str, flags: int, *more: int) -> int:
+        (tmp_path / "store" / "metas" / "one").unlink(missing_ok=True)
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", taken_away)
+    await store.put("metas/one", b"1")
 
 
 async def test_a_file_in_several_parts_arrives_whole(blobs: Blobs, tmp_path: Path) -> None:

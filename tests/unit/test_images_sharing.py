@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from edge_fakes import eventually
+from sqlalchemy import text
 
+from dsec.images import publishing
 from dsec.images.blobs import hex_of
 from dsec.images.catalog import Caller
 from dsec.images.chunks import ChunkTable
@@ -19,8 +23,8 @@ from dsec.images.leases import Lease
 from dsec.images.names import locked
 from dsec.images.shared import DirectoryBlobs, open_blobs
 from dsec.images.shared_catalog import manifest_key, name_key
-from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, PermissionDenied, Unavailable
-from libdsec.schema import ImportLine
+from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
+from libdsec.schema import ImageInfo, ImportLine
 from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
 from tests.unit.seaweed import Seaweed, seaweed
 
@@ -248,6 +252,81 @@ async def test_two_nodes_that_send_the_same_blob_send_it_once(tmp_path: Path, ur
         data = {"data": content(6, 4 << 20)}
         await asyncio.gather(a.load("x", data), b.load("y", data))
         assert len([key for key in store.written if key.endswith(".z")]) == 1
+
+
+async def test_what_another_node_sent_between_the_look_and_the_claim_is_not_sent_again(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second packer's table may be another one, and the first one's manifest names the first."""
+    store = Counting(Path(url))
+    async with node(tmp_path / "a", store) as a, node(tmp_path / "b", store) as b:
+        shared = b.images._sharing
+        assert shared is not None
+        claim = shared.publisher._claim
+
+        async def late(blob: str) -> bool:
+            if not Path(url, manifest_key("x", 1)).exists():
+                await a.load("x", {"data": content(6, 1 << 20)})
+            return await claim(blob)
+
+        monkeypatch.setattr(shared.publisher, "_claim", late)
+        made = await b.load("y", {"data": content(6, 1 << 20)})
+        assert made.layers == (await a.images.find("x")).layers
+        assert len([key for key in store.written if key.endswith(".z")]) == 1
+        assert not list(Path(url, "uploads").iterdir())
+
+
+async def test_a_claim_is_kept_on_when_it_could_not_be_renewed_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.images.publishing.CLAIM_REFRESH_S", 0.0)
+    failures: list[Exception] = [Unavailable("cut"), OSError("stale file handle")]
+    renewed = asyncio.Event()
+
+    class Failing(DirectoryBlobs):
+        async def put(self, key: str, data: bytes) -> None:
+            if failures:
+                raise failures.pop(0)
+            renewed.set()
+
+    async with node(tmp_path / "a", Failing(Path(url))) as a:
+        shared = a.images._sharing
+        assert shared is not None
+        keeping = asyncio.create_task(shared.publisher._keep_claim("a" * 64))
+        async with asyncio.timeout(20):
+            await renewed.wait()
+        keeping.cancel()
+
+
+async def test_a_disk_that_gets_full_during_a_push_is_no_capacity(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr("dsec.images.publishing.pack", full)
+    async with node(tmp_path / "a", url) as a:
+        with pytest.raises(NoCapacity) as refusal:
+            await a.load("x", {"data": content(6, 1 << 20)})
+        assert refusal.value.reason == "disk"
+
+
+async def test_an_image_whose_push_fails_unforeseen_is_pushed_later(
+    tmp_path: Path, url: str, b: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[Exception] = [Unavailable("cut"), KeyError("x")]
+    pack = publishing.pack
+
+    def failing(*args: Any, **more: Any) -> ChunkTable:
+        if failures:
+            raise failures.pop(0)
+        return pack(*args, **more)
+
+    monkeypatch.setattr("dsec.images.publishing.pack", failing)
+    async with node(tmp_path / "a", url) as a:
+        with pytest.raises(Unavailable):
+            await a.load("x", {"data": content(6, 1 << 20)})
+    monkeypatch.setattr("dsec.images.sharing.PUSH_RETRY_S", 0.01)
+    async with node(tmp_path / "a", url):
+        await eventually(Path(url, manifest_key("x", 1)).exists, within_s=20)
+        assert await start_on(b, "x") == [True]
+    assert not failures
 
 
 # -- what is broken
