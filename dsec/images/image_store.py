@@ -44,8 +44,8 @@ def _nobody() -> set[str]:
 class ImageStore:
     """Images by name, version and digest, and their layers as files.
 
-    ``in_use`` is set by whoever runs sandboxes: the metadata digests (with or without ``sha256:``) of the layers that live ones hold. What
-    is in use is neither removed nor collected.
+    ``in_use`` is set by whoever runs sandboxes: the digests (with or without ``sha256:``) of metadata and data of the layers that live
+    ones hold. What is in use is neither removed nor collected, whatever becomes of the image that it came with.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class ImageStore:
         """Removes an image: ``name@n`` and a digest one version, a plain name all versions. Returns the (newest) one removed.
 
         Its layers stay on the disk until :meth:`collect_garbage`. Raises ImageNotFound, PermissionDenied, Conflict while a sandbox uses any
-        of its layers, here or on another node; Unavailable where the shared store can't be asked.
+        of its layers, here or on another node, and while it is pushed; Unavailable where the shared store can't be asked.
         """
         await self.locate(reference, None, ())
         entry = self._entry(reference)
@@ -301,14 +301,14 @@ class ImageStore:
         if whole_name and self._sharing is not None:
             await self._sharing.locate_all(entry.info.name)
         doomed = [each.info for each in self._catalog.versions(entry.info.name)] if whole_name else [entry.info]
-        used = {hex_of(digest) for digest in self.in_use()} | set(self._pinned_digests)
-        for info in doomed:
-            if any(hex_of(layer.digest) in used for layer in info.layers):
-                raise Conflict(f"{exact(info.name, info.version)} is in use: stop the sandboxes that run on it", reason="in_use")
-        if self._sharing is not None:
-            await self._sharing.remove(doomed)
-        await self._catalog.remove(doomed)
-        self._environments.clear()
+        self._check_unused(doomed)
+        try:
+            if self._sharing is None:
+                await self._catalog.remove(doomed)
+            else:
+                await self._sharing.remove(doomed, caller, lambda: self._check_unused(doomed))
+        finally:
+            self._environments.clear()
         return entry.info
 
     async def collect_garbage(self) -> int:
@@ -345,13 +345,11 @@ class ImageStore:
 
     def _is_needed(self) -> Callable[[str], bool]:
         """Tells whether an image, a live sandbox or a call in progress needs a file of this node, by its digest (hexadecimal)."""
-        # A layer in use is known by its metadata alone: its data is found through the images and the conversions.
-        used = {digest_of(hex_of(digest)) for digest in self.in_use()}
-        used |= {layer.blob for layer in self._catalog.conversions().values() if layer.digest in used and layer.blob is not None}
+        used = self._used()
 
         def needed(name: str) -> bool:
             digest = digest_of(name)
-            if digest in used or self._catalog.names(digest):
+            if name in used or self._catalog.names(digest):
                 return True
             return name in self._pinned_digests or digest in self._importer.pins.digests()
 
@@ -359,8 +357,18 @@ class ImageStore:
 
     def _needed(self) -> set[str]:
         """Digests (hexadecimal) that live sandboxes and calls in progress need of the shared store."""
-        metas = {digest_of(hex_of(digest)) for digest in self.in_use()}
-        return {hex_of(digest) for digest in metas | self._catalog.data_of(metas)} | set(self._pinned_digests)
+        return self._used() | set(self._pinned_digests)
+
+    def _used(self) -> set[str]:
+        """Digests (hexadecimal) of metadata and data that live sandboxes hold."""
+        return {hex_of(digest) for digest in self.in_use()}
+
+    def _check_unused(self, images: Sequence[ImageInfo]) -> None:
+        """Raises Conflict while something here needs one of the images."""
+        needed = self._needed()
+        for info in images:
+            if any(hex_of(layer.digest) in needed for layer in info.layers):
+                raise Conflict(f"{exact(info.name, info.version)} is in use: stop the sandboxes that run on it", reason="in_use")
 
     @contextlib.contextmanager
     def _pinned(self, digests: set[str]) -> Iterator[None]:

@@ -430,7 +430,7 @@ async def test_what_sandboxes_use_is_neither_removed_nor_collected(images: Image
             await images.remove("image@1", ADMIN)
     images.in_use = set
     await images.remove("image", ADMIN)
-    images.in_use = lambda: {info.layers[0].digest}
+    images.in_use = lambda: {digest for digest in (info.layers[0].digest, info.layers[0].blob) if digest is not None}
     assert await images.collect_garbage() == 0
     assert len(left_behind(tmp_path / "images")) == 2
     images.in_use = set
