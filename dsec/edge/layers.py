@@ -44,6 +44,10 @@ class LayerMounts:
         """Whether some of the layers have to be mounted first."""
         return any(layer.meta not in self._mounted for layer in layers)
 
+    def lazy(self, layers: Iterable[LayerRef]) -> bool:
+        """Whether some of the layers are mounted with data that isn't whole on the node."""
+        return any(layer.meta in self._mounted and self._mounted[layer.meta].lazy for layer in layers)
+
     async def acquire(self, layers: Iterable[LayerRef], lazy: Collection[str] = ()) -> None:
         """Mounts what isn't mounted yet and counts one more user of each. ``lazy``: metadata digests of the layers whose data isn't whole
         on the node. Raises SpawnerError; then nothing is counted."""

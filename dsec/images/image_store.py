@@ -25,7 +25,8 @@ from dsec.images.reads import BlobFigures, Reads
 from dsec.images.registry_access import RegistryPolicy
 from dsec.images.routes import ImageRoutes
 from dsec.images.shared import Blobs
-from dsec.images.sharing import Sharing, node_name
+from dsec.images.sharing import LOOK_S, Sharing, node_name
+from dsec.images.threads import to_end
 from dsec.images.traces import Touch, Traces
 from dsec.store import Store
 from libdsec.errors import Conflict, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
@@ -137,7 +138,7 @@ class ImageStore:
 
         Raises ImageError for a layer that is broken or gone, Unavailable where the shared store is needed and can't be reached, NoCapacity.
         """
-        digests = {hex_of(digest) for layer in environment.layers for digest in (layer.digest, layer.blob) if digest is not None}
+        digests = _digests_of(environment)
         with self._pinned(digests):
             news = False
             if self._sharing is not None:
@@ -151,6 +152,19 @@ class ImageStore:
             if news:
                 await self._puller.check_frames(states)
             return states
+
+    async def hold(self, environment: Environment) -> None:
+        """In place of :meth:`ensure` for layers that are mounted already: no other node removes them from here on, provided that ``in_use``
+        names them within two minutes. From memory where they were held before. Raises ImageError where their data is gone.
+
+        While the shared store can't be reached the start goes on: what it needs may be in blobfs' cache.
+        """
+        if self._sharing is None:
+            return
+        digests = _digests_of(environment)
+        with self._pinned(digests), contextlib.suppress(Unavailable, NoCapacity):
+            if await self._sharing.lease.hold(digests, HOLD_S, within_s=LOOK_S):
+                await self._puller.check_frames(await self._puller.states(environment.layers))
 
     def adopt_blob(self, blob: str, file: Path) -> None:
         """Makes ``file``, on the same filesystem, whose every chunk was checked by its table, the whole blob of that digest. Blocks."""
@@ -392,3 +406,12 @@ class ImageStore:
         if entry is None:
             raise ImageNotFound(f"there is no image {reference!r}")
         return entry
+
+
+def _digests_of(environment: Environment) -> set[str]:
+    """In hexadecimal, of metadata and data."""
+    return {hex_of(digest) for layer in environment.layers for digest in (layer.digest, layer.blob) if digest is not None}
+
+
+def _no_image(reference: str) -> ImageNotFound:
+    return ImageNotFound(f"there is no image {reference!r}")

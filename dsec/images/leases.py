@@ -69,19 +69,22 @@ class Lease:
     def key(self) -> str:
         return f"leases/{self.node}.json"
 
-    async def hold(self, digests: Iterable[str], for_s: float = 0.0) -> bool:
+    async def hold(self, digests: Iterable[str], for_s: float = 0.0, within_s: float | None = None) -> bool:
         """From the return of this no gc and no removal takes these digests (hexadecimal), for so many seconds and as long as ``needed``
         gives them. Waits for a gc that has condemned one of them. False: they were held before; True: what is there now stays, but an
-        earlier gc may have taken it. Raises Unavailable, NoCapacity."""
+        earlier gc may have taken it. Raises Unavailable (also where the lease can't be written within ``within_s``), NoCapacity."""
         wanted = frozenset(digests)
         now = self._wall()
         if for_s:
             self._held.update(dict.fromkeys(wanted, now + for_s))
         if wanted <= self._cleared and now - self._written_at < LEASE_S / 2:
             return False
-        async with self._writing:
-            if not wanted <= self._written or now - self._written_at >= LEASE_S / 2:
-                await self._write()
+        try:
+            async with asyncio.timeout(within_s), self._writing:
+                if not wanted <= self._written or now - self._written_at >= LEASE_S / 2:
+                    await self._write()
+        except TimeoutError:
+            raise Unavailable(f"the lease couldn't be written to the shared store within {within_s} s") from None
         await self._wait_for_gc(wanted)
         self._cleared |= wanted & self._written
         return True
