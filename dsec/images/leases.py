@@ -105,8 +105,10 @@ class Lease:
         digests = frozenset(self._needed() | set(self._held))
         if digests or self._written:
             await self._blobs.put(self.key, msgspec.json.encode(LeaseFile(node=self.node, at=now, digests=sorted(digests))))
+        # Where the one before counted no longer, a gc or a removal may have come between.
+        lapsed = self._wall() - self._written_at >= LEASE_S
+        self._cleared = frozenset() if lapsed else self._cleared & digests
         self._written, self._written_at = digests, now
-        self._cleared &= digests
 
     async def _wait_for_gc(self, wanted: frozenset[str]) -> None:
         while True:
@@ -137,9 +139,15 @@ async def read_leases(blobs: Blobs, now: float) -> dict[str, set[str]]:
 async def read_condemned(blobs: Blobs, now: float) -> CondemnedFile | None:
     """What a gc that lives is about to take; None: there is none."""
     try:
-        condemned = msgspec.json.decode(await blobs.get(GC_KEY, LIMIT), type=CondemnedFile)
+        return decode_condemned(await blobs.get(GC_KEY, LIMIT), now)
     except BlobMissing:
         return None
+
+
+def decode_condemned(data: bytes, now: float) -> CondemnedFile | None:
+    """What a gc wrote down; None if it is dead."""
+    try:
+        condemned = decode(data, CondemnedFile)
     except msgspec.DecodeError:
         # Half a file can't be: puts are whole. Somebody else's then, and no reason to wait for ever.
         return None
