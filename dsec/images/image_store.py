@@ -276,14 +276,23 @@ class ImageStore:
             traced=await self._traces.of(info.digest) is not None,
         )
 
-    async def diff(self, before: str, after: str) -> Sequence[ImageChange]:
+    async def diff(self, before: str, after: str, caller: Caller) -> Sequence[ImageChange]:
         """Paths that two images don't have alike, sorted; see :mod:`dsec.images.differences` for what counts. Their metadata is fetched if
-        need be. Raises ImageNotFound, ImageError, Unavailable."""
-        pair = [await self.find(reference) for reference in (before, after)]
+        need be. Raises ImageNotFound (also for what another project packed from a sandbox), ImageError, Unavailable."""
+        pair = [await self._readable(reference, caller) for reference in (before, after)]
         layers = [layer for info in pair for layer in info.layers]
         with self._pinned({hex_of(layer.digest) for layer in layers}):
             await self._puller.metas(layers)
-            return await asyncio.to_thread(self._diff, *pair)
+            return await to_end(lambda: self._diff(*pair))
+
+    async def _readable(self, reference: str, caller: Caller) -> ImageInfo:
+        """An image whose contents the caller may see. Raises ImageNotFound, Unavailable."""
+        await self.locate(reference, None, ())
+        entry = self._entry(reference)
+        if any(layer.diff for layer in entry.info.layers) and not caller.may_change(entry.project):
+            # As if it weren't there: a project learns nothing of what was written in another one's sandboxes.
+            raise _no_image(reference)
+        return entry.info
 
     def _diff(self, before: ImageInfo, after: ImageInfo) -> list[ImageChange]:
         def tree_of(info: ImageInfo) -> dict[bytes, Placed]:
@@ -404,7 +413,7 @@ class ImageStore:
     def _entry(self, reference: str) -> Entry:
         entry = self._catalog.find(parse_reference(reference))
         if entry is None:
-            raise ImageNotFound(f"there is no image {reference!r}")
+            raise _no_image(reference)
         return entry
 
 

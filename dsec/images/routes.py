@@ -20,6 +20,7 @@ from dsec.images.importing import ImportRequest, Kind, RegistrySource, Tell
 from dsec.images.manifests import Format
 from dsec.images.names import check_name, parse_reference
 from dsec.images.registry import Credentials, RegistryReference
+from dsec.images.threads import to_end
 from libdsec.errors import DSecError, InvalidArgument, PermissionDenied
 from libdsec.schema import FsckLine, ImageInfo, ImagePage, ImportLine, RegistryImport
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 PAGE_LIMIT = 1000
 MSGPACK = "application/msgpack"
+DIFFS_AT_ONCE = 2
+"""Comparisons of images: each holds the trees of both in memory, and its answer."""
 BODY_LIMIT = 64 << 10
 """Bytes of a body that describes an import."""
 _PATH_LIMIT = 4095
@@ -48,6 +51,7 @@ class ImageRoutes:
 
     def __init__(self, images: ImageStore) -> None:
         self._images = images
+        self._diffs = asyncio.Semaphore(DIFFS_AT_ONCE)
 
     def routes(self) -> list[BaseRoute]:
         return [
@@ -113,8 +117,10 @@ class ImageRoutes:
         return _answer(request, await self._images.stats(_reference(request)))
 
     async def _diff(self, request: Request) -> Response:
-        changes = await self._images.diff(_reference(request, "before"), _reference(request, "after"))
-        body = b"".join(msgspec.json.encode(change) + b"\n" for change in changes)
+        before, after = _reference(request, "before"), _reference(request, "after")
+        async with self._diffs:
+            changes = await self._images.diff(before, after, _caller(request))
+            body = await to_end(lambda: b"".join(msgspec.json.encode(change) + b"\n" for change in changes))
         return Response(body, media_type="application/x-ndjson")
 
     async def _import(self, request: Request) -> Response:
