@@ -34,6 +34,8 @@ DIFFS_AT_ONCE = 2
 BODY_LIMIT = 64 << 10
 """Bytes of a body that describes an import."""
 _PATH_LIMIT = 4095
+_IDEMPOTENCY_KEY_LIMIT = 128
+"""Characters; the column that it is kept in has room for a project's name beside it."""
 _CREDENTIAL_LIMIT = 16 << 10
 """Characters of a user name or a password: some are tokens."""
 
@@ -325,8 +327,13 @@ def _credentials(body: RegistryImport) -> Credentials | None:
 
 
 def _idempotency_key(request: Request, caller: Caller) -> str | None:
+    """The request's key, apart from those of other projects. Raises InvalidArgument."""
     key = request.headers.get("idempotency-key")
-    return None if key is None else f"{caller.project}:{key[:128]}"
+    if key is None:
+        return None
+    if not 0 < len(key) <= _IDEMPOTENCY_KEY_LIMIT:
+        raise InvalidArgument(f"Idempotency-Key: 1 to {_IDEMPOTENCY_KEY_LIMIT} characters", field="idempotency_key")
+    return f"{caller.project}:{key}"
 
 
 def _place(at: str) -> str:
