@@ -166,3 +166,14 @@ async def test_a_trace_that_cannot_be_read_is_none(a: Node, tmp_path: Path) -> N
     (tmp_path / "shared" / "traces").mkdir()
     (tmp_path / "shared" / "traces" / f"{digest[7:]}.json").write_text('{"image": "another", "chunks": []}')
     assert await a.images.trace(digest) is None
+
+
+async def test_a_disk_that_takes_no_trace_is_no_reason_not_to_have_it(a: Node, tmp_path: Path) -> None:
+    digest, touches = "sha256:" + "2" * 64, [Touch(0, 3, 0)]
+    await a.images.save_trace(digest, touches)
+    (tmp_path / "file").write_text("in the way")
+    traces = Traces(tmp_path / "file", a.images._traces._shared)
+    assert await traces.of(digest) == touches
+    with pytest.raises(Unavailable, match="can't be kept"):
+        await traces.save("sha256:" + "3" * 64, touches)
+    assert await traces.of("sha256:" + "3" * 64) == touches
