@@ -47,6 +47,8 @@ class Checker:
         self._found = found
         self._deep = deep
         self._repair = repair
+        self._told: set[tuple[str, str]] = set()
+        """Objects in the store, and what was found wrong with each."""
 
     # -- this node
 
@@ -129,7 +131,8 @@ class Checker:
 
     async def store(self, blobs: Blobs, catalog: SharedCatalog, publisher: Publisher) -> None:
         """Checks what the manifests in the store name, and what lies there besides."""
-        objects = {each.key: each for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch}
+        sizes = {each.key: each.size for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch}
+        checked: set[tuple[str, str | None]] = set()
         metas: set[str] = set()
         data: set[str] = set()
         async for key, content in catalog.read(await catalog.keys()):
@@ -143,19 +146,25 @@ class Checker:
                 self._found(self._finding("store", "corrupt", key, error.message, None))
                 continue
             for layer in manifest.layers:
-                if hex_of(layer.digest) in metas:
-                    continue
                 metas.add(hex_of(layer.digest))
                 data.update([hex_of(layer.blob)] if layer.blob is not None else [])
-                await self._stored(blobs, publisher, manifest, layer, {key: each.size for key, each in objects.items()})
+                # Two manifests may say different things of one layer's chunks.
+                what = (layer.digest, layer.index)
+                if what not in checked and await self._stored(blobs, publisher, manifest, layer, sizes):
+                    checked.add(what)
         for garbage in await unnamed(blobs, {"": Held(frozenset(metas), frozenset(data))}):
             if garbage.object.modified < time.time() - HALF_MADE_S:
                 await self._object(blobs, "orphan", garbage.object.key, "no manifest names it; `dsec image gc` takes it", drop=False)
         await self._half_made(blobs)
 
-    async def _stored(self, blobs: Blobs, publisher: Publisher, manifest: Manifest, layer: LayerInfo, sizes: dict[str, int]) -> None:
+    async def _stored(self, blobs: Blobs, publisher: Publisher, manifest: Manifest, layer: LayerInfo, sizes: dict[str, int]) -> bool:
+        """Checks one layer; False: its image was removed meanwhile, so that nobody can say."""
         image = f"{manifest.name}@{manifest.version}"
-        for key, wrong in [item async for item in self._wrong(blobs, layer, sizes)]:
+        problems = [problem async for problem in self._wrong(blobs, layer, sizes) if problem not in self._told]
+        if problems and await blobs.stat(manifest_key(manifest.name, manifest.version)) is None:
+            return False
+        self._told.update(problems)
+        for key, wrong in problems:
             kind = "missing" if key not in sizes else "corrupt"
 
             async def send(key: str = key) -> str:
@@ -163,24 +172,26 @@ class Checker:
                 return "sent again from this node"
 
             await self._mend(self._finding("store", kind, key, wrong, image), send())
+        return True
 
     async def _wrong(self, blobs: Blobs, layer: LayerInfo, sizes: dict[str, int]) -> AsyncIterator[tuple[str, str]]:
-        """Keys of the layer's objects that are missing or wrong, and how."""
+        """Keys of the layer's objects that are missing or wrong, and how. ``sizes``: of the objects when the check began."""
         meta = meta_key(layer.digest)
-        if meta not in sizes:
+        if await _size(blobs, meta, sizes) is None:
             yield meta, "not in the store"
         elif self._deep:
             try:
                 unpack_meta(await blobs.get(meta), layer)
-            except ImageError as error:
+            except (ImageError, BlobMissing) as error:
                 yield meta, error.message
         if layer.blob is None:
             return
         table, frames = table_key(layer.blob), frames_key(layer.blob)
-        if table not in sizes:
+        stored = await _size(blobs, frames, sizes)
+        if stored is None:
+            yield frames, "not in the store"
+        if await _size(blobs, table, sizes) is None:
             yield table, "not in the store"
-            if frames not in sizes:
-                yield frames, "not in the store"
             return
         try:
             encoded = await blobs.get(table)
@@ -190,10 +201,14 @@ class Checker:
         except (ImageError, BlobMissing) as error:
             yield table, error.message
             return
-        if frames not in sizes:
-            yield frames, "not in the store"
-        elif sizes[frames] != decoded.stored_bytes:
-            yield frames, f"{sizes[frames]} bytes instead of {decoded.stored_bytes}"
+        if stored is None:
+            return
+        if stored != decoded.stored_bytes:
+            # It may have been sent anew since the check began.
+            listed = await blobs.stat(frames)
+            stored = 0 if listed is None else listed.size
+        if stored != decoded.stored_bytes:
+            yield frames, f"{stored} bytes instead of {decoded.stored_bytes}"
         elif self._deep:
             wrong = await self._wrong_chunks(blobs, frames, decoded)
             if wrong:
