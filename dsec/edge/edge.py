@@ -96,7 +96,7 @@ class Edge:
         )
 
     def in_use(self) -> set[str]:
-        """Metadata digests of the layers that live sandboxes hold, as the image store writes them."""
+        """Digests (hex) of metadata and data of the layers that live sandboxes hold."""
         return self.sandboxes.inventory.layers.in_use()
 
     async def _connect_spawner(self, listener: Listener, on_reconnected: Callable[[], None]) -> Spawner:

@@ -22,10 +22,11 @@ def _hex(digest: str) -> str:
 
 
 class _Mounted:
-    __slots__ = ("idle_since", "lazy", "ready", "users")
+    __slots__ = ("blob", "idle_since", "lazy", "ready", "users")
 
-    def __init__(self, ready: asyncio.Future[None], lazy: bool) -> None:
+    def __init__(self, ready: asyncio.Future[None], blob: str | None, lazy: bool) -> None:
         self.ready = ready
+        self.blob = blob
         self.lazy = lazy
         self.users = 0
         self.idle_since = 0.0
@@ -42,6 +43,10 @@ class LayerMounts:
     def missing(self, layers: Iterable[LayerRef]) -> bool:
         """Whether some of the layers have to be mounted first."""
         return any(layer.meta not in self._mounted for layer in layers)
+
+    def lazy(self, layers: Iterable[LayerRef]) -> bool:
+        """Whether some of the layers are mounted with data that isn't whole on the node."""
+        return any(layer.meta in self._mounted and self._mounted[layer.meta].lazy for layer in layers)
 
     async def acquire(self, layers: Iterable[LayerRef], lazy: Collection[str] = ()) -> None:
         """Mounts what isn't mounted yet and counts one more user of each. ``lazy``: metadata digests of the layers whose data isn't whole
@@ -75,7 +80,7 @@ class LayerMounts:
             if mounted is None:
                 ready = asyncio.get_running_loop().create_future()
                 ready.set_result(None)
-                mounted = self._mounted[layer.meta] = _Mounted(ready, layer.lazy)
+                mounted = self._mounted[layer.meta] = _Mounted(ready, layer.blob, layer.lazy)
             mounted.users += 1
 
     def release(self, layers: Iterable[LayerRef], now: float) -> None:
@@ -87,8 +92,9 @@ class LayerMounts:
                 mounted.idle_since = now
 
     def in_use(self) -> set[str]:
-        """Metadata digests (hex) of the layers that sandboxes use."""
-        return {meta for meta, mounted in self._mounted.items() if mounted.users > 0}
+        """Digests (hex) of metadata and data of the layers that sandboxes use."""
+        used = {meta: mounted.blob for meta, mounted in self._mounted.items() if mounted.users > 0}
+        return used.keys() | {blob for blob in used.values() if blob is not None}
 
     async def unmount_idle(self, before: float) -> None:
         """Unmounts layers that no sandbox has used since ``before`` (monotonic seconds). Raises SpawnerError."""
@@ -113,7 +119,7 @@ class LayerMounts:
 
     def _mount(self, layer: LayerRef, lazy: bool) -> _Mounted:
         ready = asyncio.ensure_future(self._mount_in_turn(layer, lazy))
-        mounted = self._mounted[layer.meta] = _Mounted(ready, lazy)
+        mounted = self._mounted[layer.meta] = _Mounted(ready, layer.blob, lazy)
         ready.add_done_callback(lambda done: self._mount_ended(layer.meta, mounted, done))
         return mounted
 

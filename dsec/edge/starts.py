@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 import structlog
@@ -274,8 +274,12 @@ class Starts:
     async def _mount_layers(self, record: Record, environment: Environment) -> None:
         """With this the layers are mounted, and the sandbox counts as their user."""
         layers = self._inventory.layers
-        # What is mounted is ready, whatever the image store has of it.
-        lazy = await self._on_demand.provide(environment) if layers.missing(record.layers) else ()
+        lazy: Collection[str] = ()
+        if layers.missing(record.layers):
+            lazy = await self._on_demand.provide(environment)
+        elif layers.lazy(record.layers):
+            # What is mounted is ready, but without a user nobody has kept other nodes from its data.
+            await self._images.hold(environment)
         await layers.acquire(record.layers, lazy)
         record.layers = layers.as_mounted(record.layers)
         self._images.note_start(environment)

@@ -6,10 +6,12 @@ go on after a restart, lies in ``partial``.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from libdsec.errors import NoCapacity
@@ -26,6 +28,21 @@ def digest_of(hexadecimal: str) -> str:
 def hex_of(digest: str) -> str:
     """A digest as it stands in file names and in the spawner's verbs."""
     return digest.removeprefix("sha256:")
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What a write to a full disk, or beyond a quota, fails with."""
+
+
+@contextlib.contextmanager
+def full_disk_told() -> Iterator[None]:
+    """A disk that gets full while the body runs is NoCapacity; other failures of the disk stay what they are."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise NoCapacity(f"the disk of the image store is full: {error}", reason="disk") from error
+        raise
 
 
 class BlobDirectory:
@@ -48,8 +65,9 @@ class BlobDirectory:
         self._tmp.mkdir(mode=0o700, exist_ok=True)
 
     def make_workspace(self) -> Path:
-        """An empty directory on the blobs' filesystem."""
-        return Path(tempfile.mkdtemp(prefix="import-", dir=self._tmp))
+        """An empty directory on the blobs' filesystem. Raises NoCapacity."""
+        with full_disk_told():
+            return Path(tempfile.mkdtemp(prefix="import-", dir=self._tmp))
 
     def remove_workspace(self, path: Path) -> None:
         """Removes it and what is in it. What can't be removed now goes with the next start."""
@@ -81,6 +99,19 @@ class BlobDirectory:
             file.chmod(BLOB_MODE)
             file.rename(self.path(digest))
         self._sync()
+
+    def keep(self, content: bytes, digest: str) -> None:
+        """Makes ``content``, whose digest that is, a blob. Raises NoCapacity, OSError."""
+        workspace = self.make_workspace()
+        try:
+            path = workspace / hex_of(digest)
+            with full_disk_told(), path.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            self.commit([(path, digest)])
+        finally:
+            self.remove_workspace(workspace)
 
     def _sync(self) -> None:
         directory = os.open(self._blobs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

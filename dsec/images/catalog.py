@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 from sqlalchemy import Column, Float, Integer, String, Table, Text, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from dsec.images.names import ByDigest, ByName, Reference
 from dsec.store import Store, metadata
@@ -96,8 +97,6 @@ class Catalog:
         self._shared: set[tuple[str, int]] = set()
         self._named: dict[str, int] = {}
         """Digest of metadata, data or chunk table to the number of image layers that name it."""
-        self._data: dict[str, str] = {}
-        """Digest of metadata to that of its data."""
         self.changes = 0
         """Rises with every image that comes, goes or changes."""
         self._changing = asyncio.Lock()
@@ -203,26 +202,26 @@ class Catalog:
                     await connection.execute(delete(_names).where(_names.c.name == info.name))
                     await connection.execute(insert(_names).values(name=info.name, last_version=info.version))
                 await connection.execute(insert(_images).values(_row(info, project, None)))
-                await connection.execute(insert(_shared).values(name=info.name, version=info.version))
+                await _insert_shared(connection, info)
             self._shared.add((info.name, info.version))
             self._add(Entry(info, project))
             return info
 
     async def pushed(self, info: ImageInfo) -> None:
-        """Remembers that the image is in the shared store, and the digests of its chunk tables."""
+        """Remembers that the image is in the shared store, and the digests of its chunk tables; of one that is gone from here nothing."""
         async with self._changing:
             entry = self._versions.get(info.name, {}).get(info.version)
+            if entry is None:
+                return
             async with self._store.engine.begin() as connection:
                 this = (_pushes.c.name == info.name, _pushes.c.version == info.version)
                 await connection.execute(delete(_pushes).where(*this))
                 where = (_images.c.name == info.name, _images.c.version == info.version)
-                await connection.execute(delete(_shared).where(_shared.c.name == info.name, _shared.c.version == info.version))
-                await connection.execute(insert(_shared).values(name=info.name, version=info.version))
+                await _insert_shared(connection, info)
                 await connection.execute(update(_images).where(*where).values(info=msgspec.json.encode(info).decode()))
             self._pushes.discard((info.name, info.version))
             self._shared.add((info.name, info.version))
-            if entry is not None:
-                self._replace(Entry(info, entry.project, entry.idempotency_key))
+            self._replace(Entry(info, entry.project, entry.idempotency_key))
 
     def is_shared(self, name: str, version: int) -> bool:
         """Whether the shared store has the image, or had it when it was last asked."""
@@ -231,10 +230,6 @@ class Catalog:
     def names(self, digest: str) -> bool:
         """Whether an image needs this metadata, data or chunk table."""
         return digest in self._named
-
-    def data_of(self, metas: Iterable[str]) -> set[str]:
-        """The digests of the data of layers, by those of their metadata, as far as images here have them."""
-        return {self._data[meta] for meta in metas if meta in self._data}
 
     def unpushed(self) -> list[Entry]:
         """Images made here that are not yet in the shared store, oldest names first."""
@@ -289,8 +284,6 @@ class Catalog:
         for layer in info.layers:
             for digest in digests(layer):
                 self._named[digest] = self._named.get(digest, 0) + 1
-            if layer.blob is not None:
-                self._data[layer.digest] = layer.blob
 
     def _unname(self, info: ImageInfo) -> None:
         self.changes += 1
@@ -299,8 +292,6 @@ class Catalog:
                 self._named[digest] -= 1
                 if not self._named[digest]:
                     del self._named[digest]
-            if layer.digest not in self._named:
-                self._data.pop(layer.digest, None)
 
     def _add(self, entry: Entry) -> None:
         self._index(entry)
@@ -337,6 +328,12 @@ class Catalog:
 def digests(layer: LayerInfo) -> Iterator[str]:
     """The digests of the files that a layer consists of."""
     yield from (digest for digest in (layer.digest, layer.blob, layer.index) if digest is not None)
+
+
+async def _insert_shared(connection: AsyncConnection, info: ImageInfo) -> None:
+    # A row may have stayed when its image went.
+    await connection.execute(delete(_shared).where(_shared.c.name == info.name, _shared.c.version == info.version))
+    await connection.execute(insert(_shared).values(name=info.name, version=info.version))
 
 
 def _row(info: ImageInfo, project: str, idempotency_key: str | None) -> dict[str, object]:

@@ -17,12 +17,14 @@ import msgspec
 
 from dsec.images.blobs import BlobDirectory, digest_of, hex_of
 from dsec.images.chunks import ChunkTable
+from dsec.images.documents import decode
 from dsec.images.leases import GC_KEY, GC_S, LeaseFile
 from dsec.images.publishing import CLAIM_S, Publisher, frames_key, meta_key, table_key
 from dsec.images.pulling import Puller, unpack_meta
 from dsec.images.shared import BlobMissing, Blobs
 from dsec.images.shared_catalog import Held, Manifest, SharedCatalog, manifest_key, read_manifest
 from dsec.images.store_gc import unnamed
+from dsec.images.threads import Check, in_pieces
 from libdsec.errors import DSecError, ImageError
 from libdsec.schema import ImageFinding, LayerInfo
 
@@ -45,16 +47,19 @@ class Checker:
         self._found = found
         self._deep = deep
         self._repair = repair
+        self._told: set[tuple[str, str]] = set()
+        """Objects in the store, and what was found wrong with each."""
 
     # -- this node
 
     async def node(self, layers: Iterable[tuple[str, LayerInfo]], needed: Callable[[str], bool]) -> None:
         """Checks the files of layers (with the image that names each). ``needed``: whether something counts on a digest (hexadecimal)."""
-        seen: set[str] = set()
+        by_digest: dict[str, tuple[str, LayerInfo]] = {}
         for image, layer in layers:
-            if layer.digest in seen:
-                continue
-            seen.add(layer.digest)
+            # Of several the one that knows the store's copy: it was pushed after another that says nothing of one.
+            if layer.digest not in by_digest or by_digest[layer.digest][1].index is None:
+                by_digest[layer.digest] = (image, layer)
+        for image, layer in by_digest.values():
             await self._file(image, layer, layer.digest, required=layer.index is None or layer.blob is None)
             if layer.blob is not None:
                 await self._file(image, layer, layer.blob, required=layer.index is None)
@@ -82,7 +87,7 @@ class Checker:
                 return
             detail = f"{size} bytes instead of {expected}"
         else:
-            actual = await asyncio.to_thread(_digest, path)
+            actual = await in_pieces(lambda check: _digest(path, check))
             if actual == hex_of(digest):
                 return
             detail = f"its content has the digest {actual}"
@@ -126,7 +131,8 @@ class Checker:
 
     async def store(self, blobs: Blobs, catalog: SharedCatalog, publisher: Publisher) -> None:
         """Checks what the manifests in the store name, and what lies there besides."""
-        objects = {each.key: each for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch}
+        sizes = {each.key: each.size for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch}
+        checked: set[tuple[str, str | None]] = set()
         metas: set[str] = set()
         data: set[str] = set()
         async for key, content in catalog.read(await catalog.keys()):
@@ -140,19 +146,25 @@ class Checker:
                 self._found(self._finding("store", "corrupt", key, error.message, None))
                 continue
             for layer in manifest.layers:
-                if hex_of(layer.digest) in metas:
-                    continue
                 metas.add(hex_of(layer.digest))
                 data.update([hex_of(layer.blob)] if layer.blob is not None else [])
-                await self._stored(blobs, publisher, manifest, layer, {key: each.size for key, each in objects.items()})
+                # Two manifests may say different things of one layer's chunks.
+                what = (layer.digest, layer.index)
+                if what not in checked and await self._stored(blobs, publisher, manifest, layer, sizes):
+                    checked.add(what)
         for garbage in await unnamed(blobs, {"": Held(frozenset(metas), frozenset(data))}):
             if garbage.object.modified < time.time() - HALF_MADE_S:
                 await self._object(blobs, "orphan", garbage.object.key, "no manifest names it; `dsec image gc` takes it", drop=False)
         await self._half_made(blobs)
 
-    async def _stored(self, blobs: Blobs, publisher: Publisher, manifest: Manifest, layer: LayerInfo, sizes: dict[str, int]) -> None:
+    async def _stored(self, blobs: Blobs, publisher: Publisher, manifest: Manifest, layer: LayerInfo, sizes: dict[str, int]) -> bool:
+        """Checks one layer; False: its image was removed meanwhile, so that nobody can say."""
         image = f"{manifest.name}@{manifest.version}"
-        for key, wrong in [item async for item in self._wrong(blobs, layer, sizes)]:
+        problems = [problem async for problem in self._wrong(blobs, layer, sizes) if problem not in self._told]
+        if problems and await blobs.stat(manifest_key(manifest.name, manifest.version)) is None:
+            return False
+        self._told.update(problems)
+        for key, wrong in problems:
             kind = "missing" if key not in sizes else "corrupt"
 
             async def send(key: str = key) -> str:
@@ -160,24 +172,26 @@ class Checker:
                 return "sent again from this node"
 
             await self._mend(self._finding("store", kind, key, wrong, image), send())
+        return True
 
     async def _wrong(self, blobs: Blobs, layer: LayerInfo, sizes: dict[str, int]) -> AsyncIterator[tuple[str, str]]:
-        """Keys of the layer's objects that are missing or wrong, and how."""
+        """Keys of the layer's objects that are missing or wrong, and how. ``sizes``: of the objects when the check began."""
         meta = meta_key(layer.digest)
-        if meta not in sizes:
+        if await _size(blobs, meta, sizes) is None:
             yield meta, "not in the store"
         elif self._deep:
             try:
                 unpack_meta(await blobs.get(meta), layer)
-            except ImageError as error:
+            except (ImageError, BlobMissing) as error:
                 yield meta, error.message
         if layer.blob is None:
             return
         table, frames = table_key(layer.blob), frames_key(layer.blob)
-        if table not in sizes:
+        stored = await _size(blobs, frames, sizes)
+        if stored is None:
+            yield frames, "not in the store"
+        if await _size(blobs, table, sizes) is None:
             yield table, "not in the store"
-            if frames not in sizes:
-                yield frames, "not in the store"
             return
         try:
             encoded = await blobs.get(table)
@@ -187,10 +201,14 @@ class Checker:
         except (ImageError, BlobMissing) as error:
             yield table, error.message
             return
-        if frames not in sizes:
-            yield frames, "not in the store"
-        elif sizes[frames] != decoded.stored_bytes:
-            yield frames, f"{sizes[frames]} bytes instead of {decoded.stored_bytes}"
+        if stored is None:
+            return
+        if stored != decoded.stored_bytes:
+            # It may have been sent anew since the check began.
+            listed = await blobs.stat(frames)
+            stored = 0 if listed is None else listed.size
+        if stored != decoded.stored_bytes:
+            yield frames, f"{stored} bytes instead of {decoded.stored_bytes}"
         elif self._deep:
             wrong = await self._wrong_chunks(blobs, frames, decoded)
             if wrong:
@@ -227,7 +245,7 @@ class Checker:
         async for batch in blobs.list("leases"):
             for each in batch:
                 try:
-                    msgspec.json.decode(await blobs.get(each.key), type=LeaseFile)
+                    decode(await blobs.get(each.key), LeaseFile)
                 except msgspec.DecodeError as error:
                     await self._object(blobs, "corrupt", each.key, f"it is no lease: {error}")
                 except BlobMissing:
@@ -272,9 +290,20 @@ class Checker:
             self._found(msgspec.structs.replace(finding, repaired=True, detail=f"{finding.detail}; {outcome}"))
 
 
-def _digest(path: Path) -> str:
+async def _size(blobs: Blobs, key: str, sizes: dict[str, int]) -> int | None:
+    """Bytes of an object; None: there is none. One that came after the listing that ``sizes`` are from is added to them."""
+    if key not in sizes:
+        listed = await blobs.stat(key)
+        if listed is None:
+            return None
+        sizes[key] = listed.size
+    return sizes[key]
+
+
+def _digest(path: Path, check: Check) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(READ_PIECE):
+            check()
             digest.update(piece)
     return digest.hexdigest()

@@ -100,13 +100,22 @@ class ChunkTable:
             case 1:
                 content = frame
             case _:
-                try:
-                    content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=length)
-                except zstandard.ZstdError as error:
-                    raise ImageError(f"chunk {index} is broken: {error}") from error
+                content = unpack_frame(frame, length, f"chunk {index}")
         if len(content) != length or hashlib.sha256(content).digest() != chunk.sha256:
             raise ImageError(f"chunk {index} has another digest than the chunk table says: it is broken or forged")
         return content
+
+
+def unpack_frame(frame: bytes, size: int, what: str) -> bytes:
+    """The content of a zstd frame, whose header must promise ``size`` bytes (Frame_Content_Size of RFC 8878): the library makes room for as
+    many as that says, whatever ``max_output_size`` is. Raises ImageError that begins with ``what``."""
+    try:
+        promised = zstandard.frame_content_size(frame)
+        if promised != size:
+            raise ImageError(f"{what} is broken: its frame promises {'no size' if promised < 0 else promised}, {size} bytes are expected")
+        return zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise ImageError(f"{what} is broken: {error}") from error
 
 
 def pack(

@@ -16,6 +16,7 @@ import msgspec
 
 from dsec.images.blobs import BlobDirectory, digest_of
 from dsec.images.limits import ImportLimits
+from dsec.images.threads import to_end
 from libdsec.errors import DSecError, ImageError, NoCapacity, Unavailable
 from libdsec.schema import LayerInfo
 
@@ -78,7 +79,7 @@ class Converter:
         pin(layer)
         # The metadata comes last: where it is, its data is.
         files = [] if layer.blob is None else [(blob, layer.blob)]
-        await asyncio.to_thread(self.blobs.commit, [*files, (meta, layer.digest)])
+        await to_end(lambda: self.blobs.commit([*files, (meta, layer.digest)]))
         return layer
 
     async def _run(self, sources: Sequence[str], meta: Path, blob: Path) -> Report:

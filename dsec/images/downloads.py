@@ -6,20 +6,20 @@ What one project has fetched is no other project's: the name covers the project 
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from dsec.images.blobs import BlobDirectory
 from dsec.images.flights import Flights
 from dsec.images.limits import ImportLimits
 from dsec.images.manifests import RemoteLayer
 from dsec.images.registry import ATTEMPTS, Registry, pause
-from dsec.images.streams import PIECE, WRITE_BATCH
+from dsec.images.streams import PIECE, WRITE_BATCH, write_all
+from dsec.images.threads import Check, in_pieces, to_end
 from libdsec.errors import ImageError
 
 KEPT_S = 24 * 3600.0
@@ -28,8 +28,6 @@ RESTARTS = 1
 """How often a layer that was put together from several answers, and has the wrong digest, is fetched anew."""
 ANSWERS = 200
 """Answers out of which one layer may be put together: a registry that gives a byte at a time is none."""
-
-T = TypeVar("T")
 
 
 class Downloads:
@@ -55,10 +53,7 @@ class Downloads:
                 self._held[name] -= 1
                 if not self._held[name]:
                     del self._held[name]
-        for name in download.names:
-            if name not in self._held:
-                (self._directory / name).unlink(missing_ok=True)
-        self._remove_if_empty()
+        await self._bury([self._directory / name for name in download.names if name not in self._held])
 
     def hold(self, name: str) -> None:
         """Keeps the sweep from a file."""
@@ -66,19 +61,28 @@ class Downloads:
 
     async def sweep(self) -> None:
         """Removes downloads that nobody went on with for a day, and the oldest ones beyond the size of one upload."""
-        # Found and taken away in one step of the event loop: no import can begin to hold one in between. Only deleting takes its time.
-        doomed = self._doomed(time.time())
-        if doomed:
-            grave = self._blobs.make_workspace()
-            for path in doomed:
+        # Found and taken away in one step of the event loop: no import can begin to hold one in between.
+        await self._bury(self._doomed(time.time()))
+
+    async def _bury(self, doomed: Sequence[Path]) -> None:
+        """Removes files that nobody holds. They are taken away at once; only deleting takes its time."""
+        grave = self._blobs.make_workspace()
+        for path in doomed:
+            with contextlib.suppress(FileNotFoundError):
                 path.rename(grave / path.name)
-            await to_end(lambda: self._blobs.remove_workspace(grave))
-        self._remove_if_empty()
+        # Who holds a file is about to make it: the directory has to stay.
+        if not self._held:
+            with contextlib.suppress(OSError):
+                self._directory.rmdir()
+        await to_end(lambda: self._blobs.remove_workspace(grave))
 
     def _doomed(self, now: float) -> list[Path]:
-        if not self._directory.is_dir():
-            return []
-        found = [(path, path.stat()) for path in self._directory.iterdir()]
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._directory.iterdir():
+                # A fetch that begins anew takes its file away meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((path, path.stat()))
         total = 0
         doomed = []
         for path, status in sorted(found, key=lambda pair: -pair[1].st_mtime):
@@ -87,12 +91,6 @@ class Downloads:
                 doomed.append(path)
         return doomed
 
-    def _remove_if_empty(self) -> None:
-        try:
-            self._directory.rmdir()
-        except OSError:
-            pass  # in use, or not there
-
     async def fetch(self, name: str, registry: Registry, layer: RemoteLayer, progress: Callable[[int], None]) -> Path:
         """The layer as a file. ``progress`` gets the bytes as they come (a negative number: some of them were for nothing).
 
@@ -100,15 +98,15 @@ class Downloads:
         """
         path = self._directory / name
         async with self._flights.of(name):
-            await asyncio.to_thread(self._directory.mkdir, mode=0o700, exist_ok=True)
+            await to_end(lambda: self._directory.mkdir(mode=0o700, exist_ok=True))
             for restart in range(RESTARTS + 1):
-                content = await to_end(lambda: _Content.read(path, layer.size))
+                content = await in_pieces(lambda check: _Content.read(path, layer.size, check))
                 resumed = content.size > 0
                 progress(content.size)
                 resumed = await self._complete(path, content, registry, layer, progress) or resumed
                 if content.digest == layer.digest:
                     return path
-                await asyncio.to_thread(path.unlink)
+                await to_end(path.unlink)
                 progress(-content.size)
                 if not resumed or restart == RESTARTS:
                     break
@@ -141,7 +139,7 @@ class Downloads:
                 attempt = attempt + 1 if content.size <= furthest else 1
                 furthest = max(furthest, content.size)
         if layer.size == 0:
-            await asyncio.to_thread(path.touch)
+            await to_end(path.touch)
         return answers > 1
 
     async def _append(
@@ -194,7 +192,7 @@ class _Content:
         self._hash = hashlib.sha256()
 
     @classmethod
-    def read(cls, path: Path, limit: int) -> _Content:
+    def read(cls, path: Path, limit: int, check: Check) -> _Content:
         """The content of the file; of one that is longer than it may get, or isn't there: nothing."""
         content = cls()
         if not path.exists():
@@ -204,6 +202,7 @@ class _Content:
             return content
         with path.open("rb", buffering=0) as file:
             while piece := file.read(PIECE):
+                check()
                 content._hash.update(piece)
                 content.size += len(piece)
         return content
@@ -214,7 +213,7 @@ class _Content:
 
     def append(self, path: Path, data: bytes) -> None:
         with path.open("ab", buffering=0) as file:
-            file.write(data)
+            write_all(file, data)
         self._hash.update(data)
         self.size += len(data)
 
@@ -223,13 +222,3 @@ class _Content:
         path.unlink(missing_ok=True)
         self.size = 0
         self._hash = hashlib.sha256()
-
-
-async def to_end(work: Callable[[], T]) -> T:
-    """What ``work`` returns, done in a thread. Cancelled, it waits for the thread: nobody else may find the file half written."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise

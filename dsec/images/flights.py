@@ -25,3 +25,7 @@ class Flights:
             lock, wanted = self._locks.pop(key)
             if wanted > 1:
                 self._locks[key] = (lock, wanted - 1)
+
+    def busy(self, key: str) -> bool:
+        """Whether somebody is in there with the key, or about to be."""
+        return key in self._locks

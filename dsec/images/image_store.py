@@ -25,7 +25,8 @@ from dsec.images.reads import BlobFigures, Reads
 from dsec.images.registry_access import RegistryPolicy
 from dsec.images.routes import ImageRoutes
 from dsec.images.shared import Blobs
-from dsec.images.sharing import Sharing, node_name
+from dsec.images.sharing import LOOK_S, Sharing, node_name
+from dsec.images.threads import to_end
 from dsec.images.traces import Touch, Traces
 from dsec.store import Store
 from libdsec.errors import Conflict, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
@@ -44,8 +45,8 @@ def _nobody() -> set[str]:
 class ImageStore:
     """Images by name, version and digest, and their layers as files.
 
-    ``in_use`` is set by whoever runs sandboxes: the metadata digests (with or without ``sha256:``) of the layers that live ones hold. What
-    is in use is neither removed nor collected.
+    ``in_use`` is set by whoever runs sandboxes: the digests (with or without ``sha256:``) of metadata and data of the layers that live
+    ones hold. What is in use is neither removed nor collected, whatever becomes of the image that it came with.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class ImageStore:
 
         Raises ImageError for a layer that is broken or gone, Unavailable where the shared store is needed and can't be reached, NoCapacity.
         """
-        digests = {hex_of(digest) for layer in environment.layers for digest in (layer.digest, layer.blob) if digest is not None}
+        digests = _digests_of(environment)
         with self._pinned(digests):
             news = False
             if self._sharing is not None:
@@ -151,6 +152,19 @@ class ImageStore:
             if news:
                 await self._puller.check_frames(states)
             return states
+
+    async def hold(self, environment: Environment) -> None:
+        """In place of :meth:`ensure` for layers that are mounted already: no other node removes them from here on, provided that ``in_use``
+        names them within two minutes. From memory where they were held before. Raises ImageError where their data is gone.
+
+        While the shared store can't be reached the start goes on: what it needs may be in blobfs' cache.
+        """
+        if self._sharing is None:
+            return
+        digests = _digests_of(environment)
+        with self._pinned(digests), contextlib.suppress(Unavailable, NoCapacity):
+            if await self._sharing.lease.hold(digests, HOLD_S, within_s=LOOK_S):
+                await self._puller.check_frames(await self._puller.states(environment.layers))
 
     def adopt_blob(self, blob: str, file: Path) -> None:
         """Makes ``file``, on the same filesystem, whose every chunk was checked by its table, the whole blob of that digest. Blocks."""
@@ -262,14 +276,23 @@ class ImageStore:
             traced=await self._traces.of(info.digest) is not None,
         )
 
-    async def diff(self, before: str, after: str) -> Sequence[ImageChange]:
+    async def diff(self, before: str, after: str, caller: Caller) -> Sequence[ImageChange]:
         """Paths that two images don't have alike, sorted; see :mod:`dsec.images.differences` for what counts. Their metadata is fetched if
-        need be. Raises ImageNotFound, ImageError, Unavailable."""
-        pair = [await self.find(reference) for reference in (before, after)]
+        need be. Raises ImageNotFound (also for what another project packed from a sandbox), ImageError, Unavailable."""
+        pair = [await self._readable(reference, caller) for reference in (before, after)]
         layers = [layer for info in pair for layer in info.layers]
         with self._pinned({hex_of(layer.digest) for layer in layers}):
             await self._puller.metas(layers)
-            return await asyncio.to_thread(self._diff, *pair)
+            return await to_end(lambda: self._diff(*pair))
+
+    async def _readable(self, reference: str, caller: Caller) -> ImageInfo:
+        """An image whose contents the caller may see. Raises ImageNotFound, Unavailable."""
+        await self.locate(reference, None, ())
+        entry = self._entry(reference)
+        if any(layer.diff for layer in entry.info.layers) and not caller.may_change(entry.project):
+            # As if it weren't there: a project learns nothing of what was written in another one's sandboxes.
+            raise _no_image(reference)
+        return entry.info
 
     def _diff(self, before: ImageInfo, after: ImageInfo) -> list[ImageChange]:
         def tree_of(info: ImageInfo) -> dict[bytes, Placed]:
@@ -291,7 +314,7 @@ class ImageStore:
         """Removes an image: ``name@n`` and a digest one version, a plain name all versions. Returns the (newest) one removed.
 
         Its layers stay on the disk until :meth:`collect_garbage`. Raises ImageNotFound, PermissionDenied, Conflict while a sandbox uses any
-        of its layers, here or on another node; Unavailable where the shared store can't be asked.
+        of its layers, here or on another node, and while it is pushed; Unavailable where the shared store can't be asked.
         """
         await self.locate(reference, None, ())
         entry = self._entry(reference)
@@ -301,14 +324,14 @@ class ImageStore:
         if whole_name and self._sharing is not None:
             await self._sharing.locate_all(entry.info.name)
         doomed = [each.info for each in self._catalog.versions(entry.info.name)] if whole_name else [entry.info]
-        used = {hex_of(digest) for digest in self.in_use()} | set(self._pinned_digests)
-        for info in doomed:
-            if any(hex_of(layer.digest) in used for layer in info.layers):
-                raise Conflict(f"{exact(info.name, info.version)} is in use: stop the sandboxes that run on it", reason="in_use")
-        if self._sharing is not None:
-            await self._sharing.remove(doomed)
-        await self._catalog.remove(doomed)
-        self._environments.clear()
+        self._check_unused(doomed)
+        try:
+            if self._sharing is None:
+                await self._catalog.remove(doomed)
+            else:
+                await self._sharing.remove(doomed, caller, lambda: self._check_unused(doomed))
+        finally:
+            self._environments.clear()
         return entry.info
 
     async def collect_garbage(self) -> int:
@@ -345,13 +368,11 @@ class ImageStore:
 
     def _is_needed(self) -> Callable[[str], bool]:
         """Tells whether an image, a live sandbox or a call in progress needs a file of this node, by its digest (hexadecimal)."""
-        # A layer in use is known by its metadata alone: its data is found through the images and the conversions.
-        used = {digest_of(hex_of(digest)) for digest in self.in_use()}
-        used |= {layer.blob for layer in self._catalog.conversions().values() if layer.digest in used and layer.blob is not None}
+        used = self._used()
 
         def needed(name: str) -> bool:
             digest = digest_of(name)
-            if digest in used or self._catalog.names(digest):
+            if name in used or self._catalog.names(digest):
                 return True
             return name in self._pinned_digests or digest in self._importer.pins.digests()
 
@@ -359,8 +380,18 @@ class ImageStore:
 
     def _needed(self) -> set[str]:
         """Digests (hexadecimal) that live sandboxes and calls in progress need of the shared store."""
-        metas = {digest_of(hex_of(digest)) for digest in self.in_use()}
-        return {hex_of(digest) for digest in metas | self._catalog.data_of(metas)} | set(self._pinned_digests)
+        return self._used() | set(self._pinned_digests)
+
+    def _used(self) -> set[str]:
+        """Digests (hexadecimal) of metadata and data that live sandboxes hold."""
+        return {hex_of(digest) for digest in self.in_use()}
+
+    def _check_unused(self, images: Sequence[ImageInfo]) -> None:
+        """Raises Conflict while something here needs one of the images."""
+        needed = self._needed()
+        for info in images:
+            if any(hex_of(layer.digest) in needed for layer in info.layers):
+                raise Conflict(f"{exact(info.name, info.version)} is in use: stop the sandboxes that run on it", reason="in_use")
 
     @contextlib.contextmanager
     def _pinned(self, digests: set[str]) -> Iterator[None]:
@@ -382,5 +413,14 @@ class ImageStore:
     def _entry(self, reference: str) -> Entry:
         entry = self._catalog.find(parse_reference(reference))
         if entry is None:
-            raise ImageNotFound(f"there is no image {reference!r}")
+            raise _no_image(reference)
         return entry
+
+
+def _digests_of(environment: Environment) -> set[str]:
+    """In hexadecimal, of metadata and data."""
+    return {hex_of(digest) for layer in environment.layers for digest in (layer.digest, layer.blob) if digest is not None}
+
+
+def _no_image(reference: str) -> ImageNotFound:
+    return ImageNotFound(f"there is no image {reference!r}")

@@ -6,18 +6,18 @@ Everything happens in a workspace that vanishes whatever the outcome; only whole
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import msgspec
 
-from dsec.images.blobs import BlobDirectory
+from dsec.images.blobs import BlobDirectory, full_disk_told
 from dsec.images.catalog import Caller, Catalog
 from dsec.images.converter import CONVERTER_VERSION, Converter
 from dsec.images.downloads import Download, Downloads
@@ -26,7 +26,8 @@ from dsec.images.limits import ImportLimits
 from dsec.images.manifests import Format, ImageSource, LayerSource, RemoteLayer, detect_format, read_docker_archive, read_oci_archive
 from dsec.images.registry import Credentials, Registry, RegistryReference, RemoteImage
 from dsec.images.streams import Budget, Stored, compression_of, decompressed, receive, unpack
-from libdsec.errors import ImageError, NoCapacity
+from dsec.images.threads import Check, in_pieces, to_end
+from libdsec.errors import ImageError
 from libdsec.schema import ImageConfig, ImageInfo, ImportLine, LayerInfo
 
 Kind = Literal["base", "workspace", "toolkit"]
@@ -144,14 +145,10 @@ class Importer:
     async def _import(self, request: ImportRequest) -> AsyncGenerator[tuple[Path, Callable[[LayerInfo], None]], None]:
         """What every import has: a name that the caller may use, a workspace, and pins against gc."""
         self._catalog.check_owner(request.name, request.caller)
-        try:
+        with full_disk_told():
             async with self._workspace() as workspace:
                 with self.pins.scope() as pin:
                     yield workspace, pin
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise NoCapacity(f"the disk of the image store is full: {error}", reason="disk") from error
-            raise
 
     @asynccontextmanager
     async def _workspace(self) -> AsyncGenerator[Path, None]:
@@ -160,7 +157,7 @@ class Importer:
         try:
             yield path
         finally:
-            await asyncio.shield(asyncio.to_thread(self._blobs.remove_workspace, path))
+            await to_end(lambda: self._blobs.remove_workspace(path))
 
     async def _receive(self, body: AsyncIterator[bytes], workspace: Path, tell: Tell) -> Stored:
         told = 0
@@ -180,13 +177,13 @@ class Importer:
         self, request: ImportRequest, received: Stored, workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
     ) -> tuple[list[LayerInfo], ImageConfig]:
         plain = await self._decompress(received, workspace, tell)
-        kind = await asyncio.to_thread(_format_of, plain.path, request)
+        kind = await to_end(lambda: _format_of(plain.path, request))
         if kind == "tar":
             archive = _Archive(plain.path, plain.size, plain.digest)
             return [await self._layer([archive], request.at, workspace, tell, pin)], ImageConfig()
         if request.at != "/":
             raise ImageError(f"at={request.at} is for plain tars; this is a {kind}")
-        source = await asyncio.to_thread(_read_source, plain.path, kind, self._limits)
+        source = await to_end(lambda: _read_source(plain.path, kind, self._limits))
         extracted = self._extracted(plain, source, workspace, tell)
         return await self._collapse(extracted, workspace, tell, pin), source.config
 
@@ -195,8 +192,9 @@ class Importer:
         budget = Budget(self._limits.unpacked, UNPACKED)
         for index, layer in enumerate(source.layers):
             tell(ImportLine(step=f"verifying layer {index + 1} of {len(source.layers)}", done_bytes=plain.size))
+            extract = partial(self._extract, plain.path, layer, workspace / f"layer-{index}.tar", budget)
             async with self._slots:
-                archive = await asyncio.to_thread(self._extract, plain.path, layer, workspace / f"layer-{index}.tar", budget)
+                archive = await in_pieces(extract)
             yield archive
 
     async def _fetched(
@@ -226,8 +224,9 @@ class Importer:
         try:
             for index, (layer, fetching) in enumerate(zip(image.layers, fetches, strict=True)):
                 path = await _first_failure(fetching, fetches)
+                unpack_fetched = partial(self._unpack, path, layer, workspace / f"layer-{index}.tar", budget)
                 async with self._slots:
-                    archive = await asyncio.to_thread(self._unpack, path, layer, workspace / f"layer-{index}.tar", budget)
+                    archive = await in_pieces(unpack_fetched)
                 yield archive
         finally:
             for task in fetches:
@@ -276,30 +275,30 @@ class Importer:
             return received
         tell(ImportLine(step=f"decompressing ({compression})", done_bytes=received.size))
 
-        def decompress() -> Stored:
+        def decompress(check: Check) -> Stored:
             with received.path.open("rb") as source:
-                return unpack(source, received.size, compression, workspace / "plain.tar", self._blobs, budget)
+                return unpack(source, received.size, compression, workspace / "plain.tar", self._blobs, budget, check)
 
         async with self._slots:
-            plain = await asyncio.to_thread(decompress)
-        received.path.unlink()
+            plain = await in_pieces(decompress)
+        await to_end(received.path.unlink)
         return plain
 
-    def _extract(self, archive: Path, layer: LayerSource, path: Path, budget: Budget) -> _Archive:
+    def _extract(self, archive: Path, layer: LayerSource, path: Path, budget: Budget, check: Check) -> _Archive:
         """Takes one layer out of the outer archive, and holds it to its digests. Blocks."""
         with archive.open("rb") as source:
             if layer.digest is not None:
-                _verify(source, layer)
+                _verify(source, layer, check)
             source.seek(layer.member.offset)
             compression = layer.compression or compression_of(source)
             source.seek(layer.member.offset)
-            plain = unpack(source, layer.member.size, compression, path, self._blobs, budget)
+            plain = unpack(source, layer.member.size, compression, path, self._blobs, budget, check)
         return _held_to(plain, layer.diff_id)
 
-    def _unpack(self, file: Path, layer: RemoteLayer, path: Path, budget: Budget) -> _Archive:
+    def _unpack(self, file: Path, layer: RemoteLayer, path: Path, budget: Budget, check: Check) -> _Archive:
         """Takes a fetched layer, whose digest was checked, apart, and holds it to the other one. Blocks."""
         with file.open("rb") as source:
-            plain = unpack(source, layer.size, layer.compression, path, self._blobs, budget)
+            plain = unpack(source, layer.size, layer.compression, path, self._blobs, budget, check)
         return _held_to(plain, layer.diff_id)
 
     async def _layer(
@@ -319,7 +318,7 @@ class Importer:
                     layer = await self._converter.convert([archive.path for archive in archives], at, workspace, pin)
                 await self._catalog.remember_conversion(key, layer)
         for archive in archives:
-            archive.path.unlink()
+            await to_end(archive.path.unlink)
         return layer
 
 
@@ -367,11 +366,11 @@ def _read_source(path: Path, kind: Format, limits: ImportLimits) -> ImageSource:
         return read_oci_archive(archive, limits) if kind == "oci-archive" else read_docker_archive(archive, limits)
 
 
-def _verify(source: BinaryIO, layer: LayerSource) -> None:
+def _verify(source: BinaryIO, layer: LayerSource, check: Check) -> None:
     """Raises ImageError if the layer's bytes in the archive haven't the digest that the manifest promises."""
     digest = hashlib.sha256()
     source.seek(layer.member.offset)
-    for piece in decompressed(source, layer.member.size, "none"):
+    for piece in decompressed(source, layer.member.size, "none", check):
         digest.update(piece)
     if f"sha256:{digest.hexdigest()}" != layer.digest:
         raise ImageError(f"the layer {layer.digest} has another digest: it is broken or forged")

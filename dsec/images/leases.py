@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from dsec.images.documents import decode
 from dsec.images.shared import BlobMissing, Blobs
-from libdsec.errors import DSecError, ImageError, NoCapacity, Unavailable
+from libdsec.errors import ImageError, Unavailable
 
 LEASE_S = 600.0
 """For so long a lease counts after it was written: a node that was cut off comes back within."""
@@ -68,19 +69,22 @@ class Lease:
     def key(self) -> str:
         return f"leases/{self.node}.json"
 
-    async def hold(self, digests: Iterable[str], for_s: float = 0.0) -> bool:
+    async def hold(self, digests: Iterable[str], for_s: float = 0.0, within_s: float | None = None) -> bool:
         """From the return of this no gc and no removal takes these digests (hexadecimal), for so many seconds and as long as ``needed``
         gives them. Waits for a gc that has condemned one of them. False: they were held before; True: what is there now stays, but an
-        earlier gc may have taken it. Raises Unavailable, NoCapacity."""
+        earlier gc may have taken it. Raises Unavailable (also where the lease can't be written within ``within_s``), NoCapacity."""
         wanted = frozenset(digests)
         now = self._wall()
         if for_s:
             self._held.update(dict.fromkeys(wanted, now + for_s))
         if wanted <= self._cleared and now - self._written_at < LEASE_S / 2:
             return False
-        async with self._writing:
-            if not wanted <= self._written or now - self._written_at >= LEASE_S / 2:
-                await self._write()
+        try:
+            async with asyncio.timeout(within_s), self._writing:
+                if not wanted <= self._written or now - self._written_at >= LEASE_S / 2:
+                    await self._write()
+        except TimeoutError:
+            raise Unavailable(f"the lease couldn't be written to the shared store within {within_s} s") from None
         await self._wait_for_gc(wanted)
         self._cleared |= wanted & self._written
         return True
@@ -101,8 +105,10 @@ class Lease:
         digests = frozenset(self._needed() | set(self._held))
         if digests or self._written:
             await self._blobs.put(self.key, msgspec.json.encode(LeaseFile(node=self.node, at=now, digests=sorted(digests))))
+        # Where the one before counted no longer, a gc or a removal may have come between.
+        lapsed = self._wall() - self._written_at >= LEASE_S
+        self._cleared = frozenset() if lapsed else self._cleared & digests
         self._written, self._written_at = digests, now
-        self._cleared &= digests
 
     async def _wait_for_gc(self, wanted: frozenset[str]) -> None:
         while True:
@@ -122,7 +128,7 @@ async def read_leases(blobs: Blobs, now: float) -> dict[str, set[str]]:
         except BlobMissing:
             continue
         try:
-            lease = msgspec.json.decode(data, type=LeaseFile)
+            lease = decode(data, LeaseFile)
         except msgspec.DecodeError as error:
             raise ImageError(f"{key} in the shared store is no lease ({error}): `dsec image fsck --repair` removes it") from error
         if lease.at + LEASE_S > now:
@@ -133,9 +139,15 @@ async def read_leases(blobs: Blobs, now: float) -> dict[str, set[str]]:
 async def read_condemned(blobs: Blobs, now: float) -> CondemnedFile | None:
     """What a gc that lives is about to take; None: there is none."""
     try:
-        condemned = msgspec.json.decode(await blobs.get(GC_KEY, LIMIT), type=CondemnedFile)
+        return decode_condemned(await blobs.get(GC_KEY, LIMIT), now)
     except BlobMissing:
         return None
+
+
+def decode_condemned(data: bytes, now: float) -> CondemnedFile | None:
+    """What a gc wrote down; None if it is dead."""
+    try:
+        condemned = decode(data, CondemnedFile)
     except msgspec.DecodeError:
         # Half a file can't be: puts are whole. Somebody else's then, and no reason to wait for ever.
         return None
@@ -151,11 +163,11 @@ async def forget_leases(blobs: Blobs, now: float) -> None:
         await blobs.delete(stale)
 
 
-async def keep_refreshed(lease: Lease, told: Callable[[DSecError], None]) -> None:
-    """Refreshes the lease for ever; ``told`` of the times when the store couldn't be reached."""
+async def keep_refreshed(lease: Lease, told: Callable[[Exception], None]) -> None:
+    """Refreshes the lease for ever, whatever an attempt fails with; ``told`` of that."""
     while True:
         try:
             await lease.refresh()
-        except (Unavailable, NoCapacity) as error:
-            told(error)
+        except Exception as failure:
+            told(failure)
         await asyncio.sleep(REFRESH_S)

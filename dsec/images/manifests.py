@@ -14,6 +14,7 @@ from typing import BinaryIO, Literal, TypeVar
 
 import msgspec
 
+from dsec.images.documents import decode
 from dsec.images.limits import ImportLimits
 from dsec.images.members import Member, Members, headers
 from dsec.images.streams import Compression
@@ -300,7 +301,7 @@ class _Documents:
 
 def _decode(name: str, data: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode(data, kind)
     except msgspec.DecodeError as error:
         raise ImageError(f"{name!r} is not what it should be: {error}") from error
 

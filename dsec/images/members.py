@@ -16,6 +16,8 @@ from libdsec.errors import ImageError
 RECORD = 512
 EXTENSION_LIMIT = 64 << 10
 """Bytes of a PAX header or GNU long name: names in these archives are short."""
+EXTENSIONS_MAX = 8
+"""Extension headers before one entry; tools write a PAX header, or a long name and a long link."""
 _REGULAR = b"0\0"
 _LINK_DEPTH = 8
 
@@ -37,10 +39,12 @@ class Members:
 
     @classmethod
     def read(cls, archive: BinaryIO, limit: int) -> Members:
-        """Raises ImageError for a broken archive, for more than ``limit`` members, and for names and members with no business there."""
+        """Raises ImageError for a broken archive, for more than ``limit`` entries, and for names and members with no business there."""
         files: dict[str, Member] = {}
         links: dict[str, str] = {}
-        for name, kind, link, member in headers(archive):
+        for count, (name, kind, link, member) in enumerate(headers(archive), 1):
+            if count > limit:
+                raise ImageError(f"the archive holds more than {limit} files and directories")
             path = _normalize(name)
             if kind == b"5":
                 continue
@@ -52,8 +56,6 @@ class Members:
                 links[path] = _link_target(path, link)
             else:
                 raise ImageError(f"the archive holds {path!r}, which is neither file nor directory")
-            if len(files) + len(links) > limit:
-                raise ImageError(f"the archive holds more than {limit} files")
         return cls(files, links)
 
     def find(self, name: str) -> Member | None:
@@ -80,6 +82,7 @@ def headers(archive: BinaryIO) -> Iterator[tuple[str, bytes, str, Member]]:
     path: str | None = None
     link: str | None = None
     size: int | None = None
+    extensions = 0
     while True:
         archive.seek(position)
         header = archive.read(RECORD)
@@ -92,6 +95,9 @@ def headers(archive: BinaryIO) -> Iterator[tuple[str, bytes, str, Member]]:
         stored = _number(header[124:136])
         position += RECORD
         if kind in b"Lxg":
+            extensions += 1
+            if extensions > EXTENSIONS_MAX:
+                raise ImageError("the archive holds too many extension headers for one file")
             if stored > EXTENSION_LIMIT:
                 raise ImageError("the archive holds an oversized extension header")
             body = archive.read(stored)
@@ -114,6 +120,7 @@ def headers(archive: BinaryIO) -> Iterator[tuple[str, bytes, str, Member]]:
                 kind = b"5"
             yield name, kind, link if link is not None else _field(header, 157, 100), Member(position, stored)
             path = link = size = None
+            extensions = 0
         position += -(-stored // RECORD) * RECORD
 
 
@@ -140,11 +147,11 @@ def _check_sum(header: bytes) -> None:
 def _number(field: bytes) -> int:
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
-    digits = field.split(b"\0")[0].strip()
-    try:
-        return int(digits or b"0", 8)
-    except ValueError:
-        raise ImageError(f"the archive holds the number {field!r}") from None
+    digits = field.split(b"\0")[0].strip(b" ")
+    # int() takes more than the format has: signs, underscores and prefixes.
+    if digits.strip(b"01234567"):
+        raise ImageError(f"the archive holds the number {field!r}")
+    return int(digits or b"0", 8)
 
 
 def _decimal(text: str) -> int:

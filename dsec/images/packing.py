@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from dsec.images.blobs import BlobDirectory
+from dsec.images.blobs import BlobDirectory, full_disk_told
 from dsec.images.catalog import Caller, Catalog
 from dsec.images.converter import Converter, Report, layer_of
 from dsec.images.environments import LOWER_LAYERS_MAX, Environment
 from dsec.images.importing import Pins, draft
 from dsec.images.limits import ImportLimits
 from dsec.images.names import check_name
-from libdsec.errors import ImageError, NoCapacity
+from dsec.images.threads import to_end
+from libdsec.errors import ImageError
 from libdsec.schema import ImageInfo, LayerInfo
 
 DIFF_LAYERS_MAX = 8
@@ -92,21 +92,16 @@ class Packing:
         nothing names are left, for gc."""
         config = packed.base.config
         config = msgspec.structs.replace(config, labels={**config.labels, **labels})
-        try:
-            with self._pins.scope() as pin:
-                base = list(reversed(packed.base.layers))
-                for each in base:
-                    pin(each)
-                layer = await self._commit(packed, pin)
-                layers, merged = await self._shorten([*base, layer], pin, tell)
-                if len(layers) > LOWER_LAYERS_MAX:
-                    raise ImageError(f"{len(layers)} layers together, overlayfs takes {LOWER_LAYERS_MAX}")
-                tell("storing")
-                image = await self._catalog.add(draft(name, "base", layers, config), caller, idempotency_key)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise NoCapacity(f"the disk of the image store is full: {error}", reason="disk") from error
-            raise
+        with full_disk_told(), self._pins.scope() as pin:
+            base = list(reversed(packed.base.layers))
+            for each in base:
+                pin(each)
+            layer = await self._commit(packed, pin)
+            layers, merged = await self._shorten([*base, layer], pin, tell)
+            if len(layers) > LOWER_LAYERS_MAX:
+                raise ImageError(f"{len(layers)} layers together, overlayfs takes {LOWER_LAYERS_MAX}")
+            tell("storing")
+            image = await self._catalog.add(draft(name, "base", layers, config), caller, idempotency_key)
         self._changed()
         return Packed(image=image, layer=layer, merged=merged)
 
@@ -115,7 +110,7 @@ class Packing:
         pin(layer)
         # The metadata comes last: where it is, its data is.
         files = [] if layer.blob is None else [(packed.directory / "blob", layer.blob)]
-        await asyncio.to_thread(self._blobs.commit, [*files, (packed.directory / "meta", layer.digest)])
+        await to_end(lambda: self._blobs.commit([*files, (packed.directory / "meta", layer.digest)]))
         return layer
 
     async def _shorten(
@@ -134,7 +129,7 @@ class Packing:
                 self._blobs.check_room(sum(layer.blob_bytes for layer in merged))
                 one = await self._converter.merge(merged, workspace, pin)
         finally:
-            await asyncio.shield(asyncio.to_thread(self._blobs.remove_workspace, workspace))
+            await to_end(lambda: self._blobs.remove_workspace(workspace))
         return [*layers[: span.start], msgspec.structs.replace(one, diff=True), *layers[span.stop :]], len(merged)
 
     def _is_whole(self, layer: LayerInfo) -> bool:

@@ -14,15 +14,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import structlog
 import zstandard
 
-from dsec.images.blobs import BlobDirectory, digest_of, hex_of
+from dsec.images.blobs import BlobDirectory, digest_of, full_disk_told, hex_of
 from dsec.images.chunks import CHUNK_BYTES, ChunkTable, pack
+from dsec.images.documents import decode
 from dsec.images.flights import Flights
 from dsec.images.importing import Tell
 from dsec.images.leases import POLL_S, Lease
 from dsec.images.shared import BlobMissing, Blobs
 from dsec.images.shared_catalog import Manifest, SharedCatalog, held_by
+from dsec.images.threads import Check, in_pieces, to_end
 from libdsec.errors import ImageError, ImageNotFound
 from libdsec.schema import ImageInfo, ImportLine, LayerInfo
 
@@ -34,6 +37,8 @@ CLAIM_S = 600.0
 CLAIM_REFRESH_S = 60.0
 PACKINGS = 2
 """Blobs packed at a time; each uses every core."""
+
+_log = structlog.get_logger("dsec.images")
 
 
 class ClaimFile(msgspec.Struct, kw_only=True):
@@ -114,7 +119,7 @@ class Publisher:
                 if table_key(layer.blob) in keys:
                     await self._shared.put(table_key(layer.blob), encoded)
         finally:
-            await asyncio.shield(asyncio.to_thread(self._local.remove_workspace, workspace))
+            await to_end(lambda: self._local.remove_workspace(workspace))
 
     @asynccontextmanager
     async def _scope(self, digests: frozenset[str]) -> AsyncGenerator[None, None]:
@@ -136,11 +141,13 @@ class Publisher:
             return msgspec.structs.replace(layer, index=index)
 
     async def _send_meta(self, layer: LayerInfo) -> None:
+        def pack_meta() -> bytes:
+            return zstandard.ZstdCompressor(level=META_LEVEL).compress(self._local.path(layer.digest).read_bytes())
+
         try:
-            content = await asyncio.to_thread(self._local.path(layer.digest).read_bytes)
+            packed = await to_end(pack_meta)
         except FileNotFoundError:
             raise _not_whole(layer.digest) from None
-        packed = await asyncio.to_thread(zstandard.ZstdCompressor(level=META_LEVEL).compress, content)
         await self._shared.put(meta_key(layer.digest), packed)
 
     async def _push_blob(self, blob: str, step: str, tell: Tell) -> str:
@@ -158,6 +165,10 @@ class Publisher:
                 await asyncio.sleep(POLL_S)
             claiming = asyncio.create_task(self._keep_claim(blob))
             try:
+                # Between the look and the claim another node may have sent it, and its table is what its manifests name.
+                table = await self._published(blob)
+                if table is not None:
+                    return table
                 async with self._slots:
                     return await self._send(blob, step, tell)
             finally:
@@ -196,30 +207,29 @@ class Publisher:
             await self._shared.put_file(frames_key(blob), frames, progress)
             encoded = table.encode()
             await self._shared.put(table_key(blob), encoded)
-            await asyncio.to_thread(self._keep_table, workspace / "table", encoded)
-            return digest_of(hashlib.sha256(encoded).hexdigest())
+            digest = digest_of(hashlib.sha256(encoded).hexdigest())
+            await to_end(lambda: self._local.keep(encoded, digest))
+            return digest
         finally:
-            await asyncio.shield(asyncio.to_thread(self._local.remove_workspace, workspace))
+            await to_end(lambda: self._local.remove_workspace(workspace))
 
     async def _pack(self, source: Path, target: Path, step: str, tell: Tell) -> ChunkTable:
         loop = asyncio.get_running_loop()
         told = 0
 
-        def progress(done: int) -> None:
-            nonlocal told
-            if done - told >= PROGRESS_BYTES:
-                told = done
-                loop.call_soon_threadsafe(tell, ImportLine(step=step.replace("sending", "packing", 1), done_bytes=done))
+        def pack_checked(check: Check) -> ChunkTable:
+            def progress(done: int) -> None:
+                nonlocal told
+                check()
+                if done - told >= PROGRESS_BYTES:
+                    told = done
+                    loop.call_soon_threadsafe(tell, ImportLine(step=step.replace("sending", "packing", 1), done_bytes=done))
 
-        def check_and_pack() -> ChunkTable:
             self._local.check_room(source.stat().st_size)
             return pack(source, target, chunk_bytes=self.chunk_bytes, progress=progress)
 
-        return await asyncio.to_thread(check_and_pack)
-
-    def _keep_table(self, path: Path, encoded: bytes) -> None:
-        path.write_bytes(encoded)
-        self._local.commit([(path, digest_of(hashlib.sha256(encoded).hexdigest()))])
+        with full_disk_told():
+            return await in_pieces(pack_checked)
 
     async def _claim(self, blob: str) -> bool:
         """Whether this node may send the blob now."""
@@ -228,7 +238,7 @@ class Publisher:
         if await self._shared.put_new(key, mine):
             return True
         try:
-            claim = msgspec.json.decode(await self._shared.get(key), type=ClaimFile)
+            claim = decode(await self._shared.get(key), ClaimFile)
         except BlobMissing:
             return False
         except msgspec.DecodeError:
@@ -243,7 +253,11 @@ class Publisher:
         while True:
             await asyncio.sleep(CLAIM_REFRESH_S)
             claim = ClaimFile(node=self._lease.node, at=time.time())
-            await self._shared.put(f"uploads/{hex_of(blob)}.json", msgspec.json.encode(claim))
+            try:
+                await self._shared.put(f"uploads/{hex_of(blob)}.json", msgspec.json.encode(claim))
+            except Exception as failure:
+                # It counts for ten times as long.
+                _log.warning("the claim on an upload can't be renewed", blob=blob, error=str(failure))
 
 
 def _not_whole(digest: str) -> ImageNotFound:

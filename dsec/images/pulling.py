@@ -7,17 +7,17 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import zstandard
-
-from dsec.images.blobs import BlobDirectory, hex_of
-from dsec.images.chunks import ZEROS, ChunkTable
+from dsec.images.blobs import BlobDirectory, full_disk_told, hex_of
+from dsec.images.chunks import ZEROS, ChunkTable, unpack_frame
 from dsec.images.flights import Flights
 from dsec.images.importing import Tell
 from dsec.images.limits import ImportLimits
 from dsec.images.publishing import frames_key, meta_key, table_key
 from dsec.images.shared import BlobMissing, Blobs
+from dsec.images.threads import Check, in_pieces, to_end
 from libdsec.errors import ImageError
 from libdsec.schema import ImportLine, LayerInfo
 
@@ -84,8 +84,7 @@ class Puller:
         if layer.meta_bytes > self._limits.metadata:
             raise ImageError(f"the metadata of {layer.digest} would have {layer.meta_bytes} bytes, {self._limits.metadata} are allowed")
         packed = await self._get(layer, meta_key(layer.digest))
-        content = await asyncio.to_thread(unpack_meta, packed, layer)
-        await asyncio.to_thread(self._keep, content, layer.digest)
+        await to_end(lambda: self._local.keep(unpack_meta(packed, layer), layer.digest))
 
     async def check_frames(self, states: Sequence[LayerState]) -> None:
         """Looks whether the store still has what is to be read of layers that aren't whole here: another node may have removed their image
@@ -106,7 +105,7 @@ class Puller:
         if known is not None and path.exists():
             return known
         async with self._flights.of(layer.index), self._small:
-            encoded = await asyncio.to_thread(path.read_bytes) if path.exists() else b""
+            encoded = await to_end(path.read_bytes) if path.exists() else b""
             if f"sha256:{hashlib.sha256(encoded).hexdigest()}" != layer.index:
                 encoded = await self._get(layer, table_key(layer.blob))
             if f"sha256:{hashlib.sha256(encoded).hexdigest()}" != layer.index:
@@ -114,7 +113,7 @@ class Puller:
             if ChunkTable.decode(encoded).size != layer.blob_bytes:
                 raise ImageError(f"the chunk table of {layer.blob} is for another size than {layer.blob_bytes} bytes")
             if not path.exists():
-                await asyncio.to_thread(self._keep, encoded, layer.index)
+                await to_end(partial(self._local.keep, encoded, layer.index))
             if len(self._tables) >= TABLES_KEPT:
                 self._tables.clear()
             self._tables[layer.index] = encoded
@@ -129,19 +128,23 @@ class Puller:
             told(layer.blob_bytes)
             return
         table = ChunkTable.decode(await self.table(layer))
-        async with self._flights.of(layer.blob):
-            if self._local.has(layer.blob):
+        with full_disk_told():
+            await self._whole(layer, layer.blob, table, told)
+
+    async def _whole(self, layer: LayerInfo, blob: str, table: ChunkTable, told: Callable[[int], None]) -> None:
+        async with self._flights.of(blob):
+            if self._local.has(blob):
                 told(layer.blob_bytes)
                 return
             self._local.check_room(layer.blob_bytes)
-            partial = self._local.partial(layer.blob)
-            missing = await asyncio.to_thread(_begin, partial, table)
+            begun = self._local.partial(blob)
+            missing = await in_pieces(lambda check: _begin(begun, table, check))
             told(layer.blob_bytes - sum(map(table.length_of, missing)))
             slots = asyncio.Semaphore(RANGES_AT_ONCE)
 
             async def fetch(chunks: list[int]) -> None:
                 async with slots:
-                    await self._fetch_chunks(layer, table, partial, chunks)
+                    await self._fetch_chunks(layer, table, begun, chunks)
                     told(sum(map(table.length_of, chunks)))
 
             try:
@@ -150,16 +153,16 @@ class Puller:
                         group.create_task(fetch(chunks))
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-            await asyncio.to_thread(self._finish, partial, layer.blob)
+            await in_pieces(lambda check: self._finish(begun, blob, check))
 
-    async def _fetch_chunks(self, layer: LayerInfo, table: ChunkTable, partial: Path, chunks: list[int]) -> None:
+    async def _fetch_chunks(self, layer: LayerInfo, table: ChunkTable, begun: Path, chunks: list[int]) -> None:
         first, last = table.chunks[chunks[0]], table.chunks[chunks[-1]]
         assert layer.blob is not None and self._shared is not None
         try:
             data = await self._shared.get_range(frames_key(layer.blob), first.offset, last.offset + last.length - first.offset)
         except BlobMissing as error:
             raise ImageError(f"the data of {layer.blob} is not whole in the shared store: {error.message}") from error
-        await asyncio.to_thread(_write_chunks, partial, table, chunks, data)
+        await to_end(lambda: _write_chunks(begun, table, chunks, data))
 
     async def _get(self, layer: LayerInfo, key: str) -> bytes:
         if self._shared is None:
@@ -169,55 +172,43 @@ class Puller:
         except BlobMissing as error:
             raise ImageError(f"the shared store lacks {key}, which an image names: `dsec image fsck` tells more") from error
 
-    def _keep(self, content: bytes, digest: str) -> None:
-        workspace = self._local.make_workspace()
-        try:
-            path = workspace / hex_of(digest)
-            with path.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            self._local.commit([(path, digest)])
-        finally:
-            self._local.remove_workspace(workspace)
-
-    def _finish(self, partial: Path, blob: str) -> None:
+    def _finish(self, begun: Path, blob: str, check: Check) -> None:
         digest = hashlib.sha256()
-        with partial.open("rb") as file:
+        with begun.open("rb") as file:
             while piece := file.read(1 << 20):
+                check()
                 digest.update(piece)
             os.fsync(file.fileno())
         if digest.hexdigest() != hex_of(blob):
-            partial.unlink()
+            begun.unlink()
             raise ImageError(f"the chunks of {blob} are right one by one and wrong together: its chunk table is forged")
-        self._local.commit([(partial, blob)])
+        self._local.commit([(begun, blob)])
 
 
 def unpack_meta(packed: bytes, layer: LayerInfo) -> bytes:
     """The metadata file in ``metas/<hex>.zst``. Raises ImageError where it isn't the layer's."""
-    try:
-        content = zstandard.ZstdDecompressor().decompress(packed, max_output_size=layer.meta_bytes)
-    except zstandard.ZstdError as error:
-        raise ImageError(f"the metadata of {layer.digest} is broken: {error}") from error
+    content = unpack_frame(packed, layer.meta_bytes, f"the metadata of {layer.digest}")
     if f"sha256:{hashlib.sha256(content).hexdigest()}" != layer.digest:
         raise ImageError(f"the metadata of {layer.digest} has another digest: it is broken or forged")
     return content
 
 
-def _begin(partial: Path, table: ChunkTable) -> list[int]:
+def _begin(begun: Path, table: ChunkTable, check: Check) -> list[int]:
     """Makes the file, or takes over what an earlier attempt left; the chunks that it lacks. Content is looked at, not trusted."""
-    if not partial.exists():
-        with partial.open("xb") as file:
+    if not begun.exists():
+        with begun.open("xb") as file:
             file.truncate(table.size)
         return [index for index, chunk in enumerate(table.chunks) if chunk.flags != ZEROS]
     missing = []
-    with partial.open("r+b") as file:
+    with begun.open("r+b") as file:
         file.truncate(table.size)
         for index, chunk in enumerate(table.chunks):
+            check()
             content = os.pread(file.fileno(), table.length_of(index), index * table.chunk_bytes)
             if hashlib.sha256(content).digest() != chunk.sha256:
                 if chunk.flags == ZEROS:
-                    os.pwrite(file.fileno(), bytes(len(content)), index * table.chunk_bytes)
+                    file.seek(index * table.chunk_bytes)
+                    file.write(bytes(len(content)))
                 else:
                     missing.append(index)
     return missing
@@ -238,14 +229,15 @@ def _ranges(table: ChunkTable, missing: Sequence[int]) -> list[list[int]]:
     return ranges
 
 
-def _write_chunks(partial: Path, table: ChunkTable, chunks: Sequence[int], data: bytes) -> None:
+def _write_chunks(begun: Path, table: ChunkTable, chunks: Sequence[int], data: bytes) -> None:
     """Checks and writes chunks whose frames are ``data``. Raises ImageError."""
     start = table.chunks[chunks[0]].offset
-    with partial.open("r+b") as file:
+    with begun.open("r+b") as file:
         for index in chunks:
             chunk = table.chunks[index]
             content = table.unpack(index, data[chunk.offset - start : chunk.offset - start + chunk.length])
-            os.pwrite(file.fileno(), content, index * table.chunk_bytes)
+            file.seek(index * table.chunk_bytes)
+            file.write(content)
 
 
 async def pull(puller: Puller, layers: Sequence[LayerInfo], whole: bool, tell: Tell) -> None:

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from dsec.images.documents import decode
 from dsec.images.limits import ImportLimits
 from dsec.images.manifests import (
     ENDLESS,
@@ -334,7 +335,7 @@ class Registry:
             after = response.headers.get("Retry-After", "")
             return _Retry(status, min(float(after), RETRY_AFTER_MAX_S) if after.isascii() and after.isdigit() else None)
         try:
-            decoded = msgspec.json.decode(await _read(response, TOKEN_LIMIT, what), type=_Errors)
+            decoded = decode(await _read(response, TOKEN_LIMIT, what), _Errors)
             codes = [item.code for item in decoded.errors if _ERROR_CODE.match(item.code)]
         except (msgspec.DecodeError, ImageError):
             codes = []
@@ -386,7 +387,7 @@ class Registry:
                 raise await self._refusal(response, "a token")
             data = await _read(response, TOKEN_LIMIT, "a token")
         try:
-            answer = msgspec.json.decode(data, type=_Token)
+            answer = decode(data, _Token)
         except msgspec.DecodeError as error:
             raise ImageError(f"the token server of {self.reference.host} doesn't answer with a token") from error
         token = answer.token or answer.access_token

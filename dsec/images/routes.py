@@ -20,6 +20,7 @@ from dsec.images.importing import ImportRequest, Kind, RegistrySource, Tell
 from dsec.images.manifests import Format
 from dsec.images.names import check_name, parse_reference
 from dsec.images.registry import Credentials, RegistryReference
+from dsec.images.threads import to_end
 from libdsec.errors import DSecError, InvalidArgument, PermissionDenied
 from libdsec.schema import FsckLine, ImageInfo, ImagePage, ImportLine, RegistryImport
 
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
 
 PAGE_LIMIT = 1000
 MSGPACK = "application/msgpack"
+DIFFS_AT_ONCE = 2
+"""Comparisons of images: each holds the trees of both in memory, and its answer."""
 BODY_LIMIT = 64 << 10
 """Bytes of a body that describes an import."""
 _PATH_LIMIT = 4095
-_KEY_LIMIT = 128
+_IDEMPOTENCY_KEY_LIMIT = 128
+"""Characters; the column that it is kept in has room for a project's name beside it."""
 _CREDENTIAL_LIMIT = 16 << 10
 """Characters of a user name or a password: some are tokens."""
 
@@ -49,6 +53,7 @@ class ImageRoutes:
 
     def __init__(self, images: ImageStore) -> None:
         self._images = images
+        self._diffs = asyncio.Semaphore(DIFFS_AT_ONCE)
 
     def routes(self) -> list[BaseRoute]:
         return [
@@ -114,8 +119,10 @@ class ImageRoutes:
         return _answer(request, await self._images.stats(_reference(request)))
 
     async def _diff(self, request: Request) -> Response:
-        changes = await self._images.diff(_reference(request, "before"), _reference(request, "after"))
-        body = b"".join(msgspec.json.encode(change) + b"\n" for change in changes)
+        before, after = _reference(request, "before"), _reference(request, "after")
+        async with self._diffs:
+            changes = await self._images.diff(before, after, _caller(request))
+            body = await to_end(lambda: b"".join(msgspec.json.encode(change) + b"\n" for change in changes))
         return Response(body, media_type="application/x-ndjson")
 
     async def _import(self, request: Request) -> Response:
@@ -302,7 +309,7 @@ async def _registry_import(request: Request) -> RegistryImport:
         if request.headers.get("content-type", "").startswith(MSGPACK):
             return msgspec.msgpack.decode(data, type=RegistryImport)
         return msgspec.json.decode(data, type=RegistryImport)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidArgument(f"the request body is not as it should be: {error}") from error
 
 
@@ -320,11 +327,12 @@ def _credentials(body: RegistryImport) -> Credentials | None:
 
 
 def _idempotency_key(request: Request, caller: Caller) -> str | None:
+    """The request's key, apart from those of other projects. Raises InvalidArgument."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
-    if not 0 < len(key) <= _KEY_LIMIT:
-        raise InvalidArgument(f"Idempotency-Key: 1 to {_KEY_LIMIT} characters", field="idempotency_key")
+    if not 0 < len(key) <= _IDEMPOTENCY_KEY_LIMIT:
+        raise InvalidArgument(f"Idempotency-Key: 1 to {_IDEMPOTENCY_KEY_LIMIT} characters", field="idempotency_key")
     return f"{caller.project}:{key}"
 
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +32,8 @@ from obstore.exceptions import (
 )
 from obstore.store import LocalStore, S3Store
 
+from dsec.images.blobs import FULL
+from dsec.images.threads import to_end
 from libdsec.errors import InvalidArgument, NoCapacity, NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -299,6 +302,8 @@ class ObjectBlobs:
                 return BlobMissing(what)
             case PermissionDeniedError() | UnauthenticatedError() | PermissionError() | InvalidPathError():
                 return BlobsDenied(what)
+            case OSError(errno=number) if number in FULL:
+                return NoCapacity(what, reason="disk")
             case _ if "os error 28" in first_line or "os error 122" in first_line:
                 return NoCapacity(what, reason="disk")
             case BaseError() | OSError() | TimeoutError():
@@ -312,10 +317,18 @@ def _is_staging(name: str) -> bool:
     return "#" in name and _STAGING.search(name) is not None
 
 
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 async def _pieces(path: Path, told: Callable[[int], None]) -> AsyncIterator[bytes]:
     done = 0
     with path.open("rb") as file:
-        while piece := await asyncio.to_thread(file.read, PIECE):
+        while piece := await to_end(lambda: file.read(PIECE)):
             yield piece
             done += len(piece)
             told(done)
@@ -339,22 +352,29 @@ class DirectoryBlobs(ObjectBlobs):
 
     async def _put(self, key: str, content: bytes | AsyncIterator[bytes]) -> None:
         await super()._put(key, content)
-        await asyncio.to_thread(self._sync, key)
+        await to_end(lambda: self._sync(key))
 
     async def put_new(self, key: str, data: bytes) -> bool:
         made = await super().put_new(key, data)
         if made:
-            await asyncio.to_thread(self._sync, key)
+            await to_end(lambda: self._sync(key))
         return made
 
     def _sync(self, key: str) -> None:
         path = self._root / key
-        for each in (path, path.parent):
-            descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with self._translating(f"writing {key}"):
+            # Whoever has taken it away again needs it on the disk no longer.
+            with contextlib.suppress(FileNotFoundError):
+                _sync_file(path)
+            _sync_file(path.parent)
+
+    @contextlib.contextmanager
+    def _translating(self, doing: str) -> Iterator[None]:
+        """What goes wrong with files in the body is told as every other failure of the store is."""
+        try:
+            yield
+        except OSError as error:
+            raise self._translated(error, doing) from error
 
     async def list(self, prefix: str, wanted: Callable[[str], bool] = lambda key: True) -> AsyncIterator[Sequence[Listed]]:
         # The library takes 18 us for an object, this 4, and a store has millions.
@@ -366,11 +386,12 @@ class DirectoryBlobs(ObjectBlobs):
         walk = self._walk(prefix)
         while part := tuple(islice(walk, WALK_BATCH)):
             batch = []
-            for entry, key in part:
-                with contextlib.suppress(FileNotFoundError):
-                    if not _is_staging(entry.name) and wanted(key):
-                        status = entry.stat()
-                        batch.append(Listed(key, status.st_size, status.st_mtime))
+            with self._translating(f"listing {prefix}"):
+                for entry, key in part:
+                    with contextlib.suppress(FileNotFoundError):
+                        if not _is_staging(entry.name) and wanted(key):
+                            status = entry.stat()
+                            batch.append(Listed(key, status.st_size, status.st_mtime))
             yield batch
 
     async def names(self, prefix: str) -> AsyncIterator[Sequence[str]]:
@@ -383,13 +404,12 @@ class DirectoryBlobs(ObjectBlobs):
         pending = [prefix]
         while pending:
             directory = pending.pop()
-            try:
-                entries = os.scandir(self._root / directory)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise self._translated(error, f"listing {directory}") from error
-            with entries:
+            # What doesn't exist has nothing below it.
+            with (
+                self._translating(f"listing {directory}"),
+                contextlib.suppress(FileNotFoundError),
+                os.scandir(self._root / directory) as entries,
+            ):
                 for entry in entries:
                     key = f"{directory}/{entry.name}" if directory else entry.name
                     if entry.is_dir(follow_symlinks=False):
@@ -399,27 +419,28 @@ class DirectoryBlobs(ObjectBlobs):
 
     async def delete(self, keys: Sequence[str]) -> None:
         # Side by side: on NFS, and on a disk whose inodes aren't in memory, each one waits.
-        await asyncio.gather(*(asyncio.to_thread(self._unlink, keys[start::UNLINKS_AT_ONCE]) for start in range(UNLINKS_AT_ONCE)))
+        # All are waited for, also where one fails or the call is cancelled: what is told of as ended deletes nothing more.
+        unlinks = (to_end(partial(self._unlink, keys[start::UNLINKS_AT_ONCE])) for start in range(UNLINKS_AT_ONCE))
+        for outcome in await asyncio.gather(*unlinks, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
 
     def _unlink(self, keys: Sequence[str]) -> None:
         for key in keys:
-            try:
+            with self._translating(f"deleting {key}"):
                 (self._root / key).unlink(missing_ok=True)
-            except OSError as error:
-                raise self._translated(error, f"deleting {key}") from error
 
     async def staging(self, prefix: str, older_than: float) -> Sequence[str]:
         return await asyncio.to_thread(self._staging, prefix, older_than)
 
     def _staging(self, prefix: str, older_than: float) -> builtins.list[str]:
         found = []
-        for entry, key in self._walk(prefix):
-            with contextlib.suppress(FileNotFoundError):
-                if _is_staging(entry.name) and entry.stat().st_mtime < older_than:
-                    found.append(key)
+        with self._translating(f"listing {prefix}"):
+            for entry, key in self._walk(prefix):
+                with contextlib.suppress(FileNotFoundError):
+                    if _is_staging(entry.name) and entry.stat().st_mtime < older_than:
+                        found.append(key)
         return found
 
     async def drop_staging(self, names: Sequence[str]) -> None:
-        for name in names:
-            if _is_staging(name) and ".." not in name:
-                await asyncio.to_thread((self._root / name).unlink, missing_ok=True)
+        await to_end(lambda: self._unlink([name for name in names if _is_staging(name) and ".." not in name]))

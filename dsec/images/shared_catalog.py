@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dsec.images.documents import decode
 from dsec.images.limits import MIB
 from dsec.images.shared import BlobMissing, Blobs
 from libdsec.errors import Conflict, ImageError
@@ -72,7 +73,7 @@ def held_by(layers: Sequence[LayerInfo]) -> Held:
 def read_manifest(data: bytes) -> Manifest:
     """Raises ImageError for what is no manifest. Digests become file names, so they are looked at closely."""
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = decode(data, Manifest)
     except msgspec.DecodeError as error:
         raise ImageError(f"this is no manifest: {error}") from error
     for layer in manifest.layers:

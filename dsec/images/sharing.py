@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -22,7 +22,7 @@ from dsec.images.publishing import Publisher
 from dsec.images.shared import Blobs
 from dsec.images.shared_catalog import Manifest, SharedCatalog, held_by, manifest_key
 from dsec.images.store_gc import StoreGc
-from libdsec.errors import Conflict, DSecError, NoCapacity, PermissionDenied, Unavailable
+from libdsec.errors import Conflict, ImageError, ImageNotFound, NoCapacity, PermissionDenied, Unavailable
 from libdsec.schema import ImageInfo
 
 NAME_FRESH_S = 10.0
@@ -52,6 +52,7 @@ class Sharing:
     def __init__(self, blobs: Blobs, local: BlobDirectory, needed: Callable[[], set[str]]) -> None:
         """``needed``: digests (hexadecimal) of metadata and data that live sandboxes and calls in progress need."""
         self.blobs = blobs
+        self._needed = needed
         self.catalog = SharedCatalog(blobs)
         self.lease = Lease(blobs, lambda: needed() | self.publisher.digests())
         self.publisher = Publisher(local, blobs, self.catalog, self.lease)
@@ -69,7 +70,7 @@ class Sharing:
     def start(self) -> None:
         """Begins to keep the lease, and to push what is still to be pushed. Not before ``needed`` can tell: a lease replaces the one that
         an earlier process of this node wrote."""
-        self._tasks = [asyncio.create_task(keep_refreshed(self.lease, _unreachable)), asyncio.create_task(self._push_what_is_left())]
+        self._tasks = [asyncio.create_task(keep_refreshed(self.lease, _not_renewed)), asyncio.create_task(self._push_what_is_left())]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -93,8 +94,11 @@ class Sharing:
     # -- pushing
 
     async def push(self, entry: Entry, tell: Tell) -> ImageInfo:
-        """Pushes one image and remembers it. Raises what Publisher.push raises."""
-        async with self._flights.of(manifest_key(entry.info.name, entry.info.version)):
+        """Pushes one image and remembers it. Raises what Publisher.push raises, ImageNotFound also where it was removed meanwhile."""
+        name, version = entry.info.name, entry.info.version
+        async with self._flights.of(manifest_key(name, version)):
+            if self._local.find(ByName(name, version)) is None:
+                raise ImageNotFound(f"{name}@{version} was removed before it was pushed")
             pushed = await self.publisher.push(entry.info, entry.project, tell)
             await self._local.pushed(pushed)
         await self.let_go()
@@ -112,8 +116,9 @@ class Sharing:
             for entry in self._local.unpushed():
                 try:
                     await self.push(entry, lambda line: None)
-                except DSecError as error:
-                    _log.warning("an image can't be pushed yet", image=entry.info.name, version=entry.info.version, error=error.message)
+                except Exception as failure:
+                    # Whatever it is, the others and the next attempt don't suffer for it.
+                    _log.warning("an image can't be pushed yet", image=entry.info.name, version=entry.info.version, error=str(failure))
             await asyncio.sleep(PUSH_RETRY_S)
 
     # -- finding
@@ -156,24 +161,58 @@ class Sharing:
             await self.locate(ByName(name, version))
 
     async def _forget_removed(self, name: str) -> None:
-        """Versions that another node has removed from the store go from here too."""
+        """Versions that another node has removed from the store go from here too, once nothing here uses them."""
         there = set(await self.catalog.versions(name))
+        needed = self._needed()
         versions = [entry.info for entry in self._local.versions(name)]
-        gone = [info for info in versions if info.version not in there and self._local.is_shared(name, info.version)]
+        gone = [
+            info
+            for info in versions
+            if info.version not in there and self._local.is_shared(name, info.version) and held_by(info.layers).metas.isdisjoint(needed)
+        ]
         if gone:
             await self._local.remove(gone)
 
     # -- removing
 
-    async def remove(self, images: Iterable[ImageInfo]) -> None:
-        """Takes images out of the store. Raises Conflict where another node's sandboxes use one, Unavailable."""
-        doomed = list(images)
-        others = await self.lease.others()
-        for info in doomed:
-            if not held_by(info.layers).metas.isdisjoint(others):
-                raise Conflict(f"{info.name}@{info.version} is in use on another node: stop the sandboxes that run on it", reason="in_use")
-        for info in doomed:
-            await self.catalog.remove(info.name, info.version)
+    async def remove(self, images: Sequence[ImageInfo], caller: Caller, check: Callable[[], None]) -> None:
+        """Takes images of one name out of the store and the local catalog. What the store has under their versions goes only where it is
+        these images. ``check`` is called right before anything goes, and raises where nothing may.
+
+        Raises Conflict where another node's sandboxes use one or one is being pushed, PermissionDenied where the store's is another
+        project's, Unavailable.
+        """
+        keys = [manifest_key(info.name, info.version) for info in images]
+        for info, key in zip(images, keys, strict=True):
+            if self._flights.busy(key):
+                raise Conflict(f"{info.name}@{info.version} is just being pushed or removed: try again after that", reason="busy")
+        async with contextlib.AsyncExitStack() as stack:
+            # Nobody pushes one, nor takes one over from the store, until it is gone in both places.
+            for key in (*keys, *{f"look {info.name}" for info in images}):
+                await stack.enter_async_context(self._flights.of(key))
+            there = [info for info in images if await self._is_in_store(info, caller)]
+            others = await self.lease.others() if there else set[str]()
+            for info in there:
+                if not held_by(info.layers).metas.isdisjoint(others):
+                    message = f"{info.name}@{info.version} is in use on another node: stop the sandboxes that run on it"
+                    raise Conflict(message, reason="in_use")
+            check()
+            for info in there:
+                await self.catalog.remove(info.name, info.version)
+            await self._local.remove(images)
+
+    async def _is_in_store(self, info: ImageInfo, caller: Caller) -> bool:
+        """Whether the store has this very image: before a node shared a store it gave numbers of its own. Raises PermissionDenied."""
+        try:
+            manifest = await self.catalog.find(info.name, info.version)
+        except ImageError:
+            # A broken one goes with the image that was seen there.
+            return self._local.is_shared(info.name, info.version)
+        if manifest is None or manifest.digest != info.digest:
+            return False
+        if not caller.may_change(manifest.project):
+            raise PermissionDenied(f"{info.name}@{info.version} belongs to another project in the shared store")
+        return True
 
     async def collect_garbage(self) -> int:
         """Deletes what nobody needs in the store; the bytes. Raises what StoreGc.collect raises."""
@@ -181,5 +220,5 @@ class Sharing:
         return await self.gc.collect({manifest_key(info.name, info.version): held_by(info.layers) for info in shared})
 
 
-def _unreachable(error: DSecError) -> None:
-    _log.warning("the lease in the shared store can't be renewed", error=error.message)
+def _not_renewed(failure: Exception) -> None:
+    _log.warning("the lease in the shared store can't be renewed", error=str(failure))

@@ -5,7 +5,6 @@ Compression bombs are met by pulling: no step makes more than a megabyte at a ti
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import lzma
 import zlib
@@ -18,12 +17,15 @@ import zstandard
 
 from dsec.images.blobs import BlobDirectory
 from dsec.images.limits import MIB
+from dsec.images.threads import Check, to_end
 from libdsec.errors import ImageError
 
 Compression = Literal["none", "gzip", "zstd", "xz"]
 
 PIECE = 1 * MIB
 """Bytes handled at a time."""
+INPUT_PIECE = 64 << 10
+"""Bytes of gzip or xz data given to the library at a time: behind each member it copies what is left of them, and a member may have 20."""
 WRITE_BATCH = 4 * MIB
 """Bytes of a body that are collected before a thread writes them: one hop to it costs as much as writing 100 KB."""
 XZ_MEMORY = 512 * MIB
@@ -71,7 +73,7 @@ class Sink:
         if self._unchecked >= ROOM_CHECK:
             self.blobs.check_room(len(data))
             self._unchecked = 0
-        self.file.write(data)
+        write_all(self.file, data)
         self._hash.update(data)
         self.size += len(data)
 
@@ -89,6 +91,13 @@ class Stored:
     digest: str
 
 
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """Writes all of ``data`` to an unbuffered file, which may take less than it is given (on a disk that gets full). Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
 def sha256_of(data: bytes) -> str:
     """The digest of ``data`` as registries write it."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
@@ -104,7 +113,7 @@ async def receive(body: AsyncIterator[bytes], path: Path, blobs: BlobDirectory, 
         async def flush() -> None:
             data = bytes(batch)
             batch.clear()
-            await asyncio.to_thread(sink.write, data)
+            await to_end(lambda: sink.write(data))
             progress(sink.size)
 
         async for chunk in body:
@@ -123,44 +132,49 @@ def compression_of(source: BinaryIO) -> Compression:
     return next((kind for magic, kind in _MAGIC if start.startswith(magic)), "none")
 
 
-def unpack(source: BinaryIO, length: int, compression: Compression, path: Path, blobs: BlobDirectory, budget: Budget) -> Stored:
+def unpack(
+    source: BinaryIO, length: int, compression: Compression, path: Path, blobs: BlobDirectory, budget: Budget, check: Check
+) -> Stored:
     """Writes what ``length`` bytes of ``source`` hold, decompressed, to ``path``. Raises ImageError for broken or too much data."""
     with path.open("xb", buffering=0) as file:
         sink = Sink(file, blobs)
-        for piece in decompressed(source, length, compression):
+        for piece in decompressed(source, length, compression, check):
+            check()
             budget.take(len(piece))
             sink.write(piece)
     return Stored(path, sink.size, sink.digest)
 
 
-def decompressed(source: BinaryIO, length: int, compression: Compression) -> Iterator[bytes]:
-    """The content of ``length`` bytes of ``source``, at most :data:`PIECE` bytes at a time. Raises ImageError for broken or cut data."""
+def decompressed(source: BinaryIO, length: int, compression: Compression, check: Check) -> Iterator[bytes]:
+    """The content of ``length`` bytes of ``source``, at most :data:`PIECE` bytes at a time; ``check`` is called for every piece that is
+    read, as there may be no content in many. Raises ImageError for broken or cut data."""
     if compression == "none":
-        yield from _pieces(source, length)
+        yield from _pieces(source, length, PIECE, check)
     elif compression == "zstd":
-        yield from _unzstd(source, length)
+        yield from _unzstd(_pieces(source, length, PIECE, check))
     elif compression == "gzip":
-        yield from _inflate(source, length)
+        yield from _inflate(_pieces(source, length, INPUT_PIECE, check))
     else:
-        yield from _unxz(source, length)
+        yield from _unxz(_pieces(source, length, INPUT_PIECE, check))
 
 
-def _pieces(source: BinaryIO, length: int) -> Iterator[bytes]:
+def _pieces(source: BinaryIO, length: int, size: int, check: Check) -> Iterator[bytes]:
     left = length
     while left:
-        piece = source.read(min(PIECE, left))
+        check()
+        piece = source.read(min(size, left))
         if not piece:
             raise ImageError("the archive ends early")
         left -= len(piece)
         yield piece
 
 
-def _inflate(source: BinaryIO, length: int) -> Iterator[bytes]:
+def _inflate(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """One gzip member after the other (RFC 1952); zeros after the last one are padding."""
     member = zlib.decompressobj(wbits=31)
     begun = False
     try:
-        for data in _pieces(source, length):
+        for data in pieces:
             while data:
                 if member.eof:
                     data = data.lstrip(b"\0")
@@ -179,10 +193,10 @@ def _inflate(source: BinaryIO, length: int) -> Iterator[bytes]:
         raise ImageError("the gzip data ends early")
 
 
-def _unxz(source: BinaryIO, length: int) -> Iterator[bytes]:
+def _unxz(pieces: Iterator[bytes]) -> Iterator[bytes]:
     stream = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
     try:
-        for data in _pieces(source, length):
+        for data in pieces:
             while data or not (stream.eof or stream.needs_input):
                 if stream.eof:
                     data = data.lstrip(b"\0")
@@ -200,20 +214,20 @@ def _unxz(source: BinaryIO, length: int) -> Iterator[bytes]:
 
 
 class _Section:
-    """The next bytes of a file, as the file that zstandard reads from."""
+    """Pieces as the file that zstandard reads from."""
 
-    def __init__(self, source: BinaryIO, length: int) -> None:
-        self._pieces = _pieces(source, length)
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
 
     def read(self, _size: int = -1) -> bytes:
         return next(self._pieces, b"")
 
 
-def _unzstd(source: BinaryIO, length: int) -> Iterator[bytes]:
+def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """A cut frame goes unnoticed here; the tar in it then lacks its end mark, and is refused for that."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
     try:
-        with decompressor.stream_reader(_Section(source, length), read_across_frames=True) as reader:  # type: ignore[arg-type]
+        with decompressor.stream_reader(_Section(pieces), read_across_frames=True) as reader:  # type: ignore[arg-type]
             while made := reader.read(PIECE):
                 yield made
     except zstandard.ZstdError as error:

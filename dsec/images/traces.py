@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import structlog
 
+from dsec.images.blobs import full_disk_told
+from dsec.images.documents import decode
 from dsec.images.shared import BlobMissing, Blobs
-from libdsec.errors import InvalidArgument, Unavailable
+from libdsec.errors import InvalidArgument, NoCapacity, Unavailable
 
 ENTRIES_MAX = 200_000
 """200 GB in chunks of 1 MiB: more isn't fetched ahead of anything."""
@@ -19,6 +23,8 @@ LIMIT = 16 << 20
 MISSING_FRESH_S = 60.0
 """An image without a trace is looked up again after so long."""
 KEPT = 256
+
+_log = structlog.get_logger("dsec.images")
 
 
 class Touch(msgspec.Struct, array_like=True, frozen=True):
@@ -47,12 +53,13 @@ class Traces:
         self._kept: dict[str, tuple[float, list[Touch] | None]] = {}
 
     async def save(self, image: str, touches: Sequence[Touch]) -> None:
-        """Replaces the image's trace. Raises InvalidArgument for one that can't be, Unavailable: then it is kept here alone."""
+        """Replaces the image's trace. Raises InvalidArgument for one that can't be, NoCapacity and Unavailable where the disk or the store
+        doesn't take it: then it is kept in memory alone, or on this node alone."""
         if len(touches) > ENTRIES_MAX or any(min(each.layer, each.chunk, each.ms) < 0 for each in touches):
             raise InvalidArgument(f"a trace has {ENTRIES_MAX} touches at most, and no negative numbers")
         data = msgspec.json.encode(TraceFile(image=image, chunks=list(touches)))
-        await asyncio.to_thread(self._write, image, data)
         self._remember(image, list(touches))
+        await asyncio.to_thread(self._write, image, data)
         if self._shared is not None:
             await self._shared.put(self._key(image), data)
 
@@ -65,9 +72,12 @@ class Traces:
         if data is None and self._shared is not None:
             try:
                 data = await self._shared.get(self._key(image), LIMIT)
-                await asyncio.to_thread(self._write, image, data)
             except (BlobMissing, InvalidArgument, Unavailable):
                 data = None
+            if data is not None:
+                # Kept in memory in any case.
+                with contextlib.suppress(NoCapacity, Unavailable):
+                    await asyncio.to_thread(self._write, image, data)
         self._remember(image, None if data is None else _decode(data, image))
         return self._kept[image][1]
 
@@ -87,18 +97,26 @@ class Traces:
             return self._path(image).read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            _log.warning("a trace can't be read", image=image, error=str(error))
+            return None
 
     def _write(self, image: str, data: bytes) -> None:
-        self._root.mkdir(mode=0o700, exist_ok=True)
-        partial = self._path(image).with_suffix(".part")
-        partial.write_bytes(data)
-        partial.rename(self._path(image))
+        """Raises NoCapacity, Unavailable."""
+        try:
+            with full_disk_told():
+                self._root.mkdir(mode=0o700, exist_ok=True)
+                partial = self._path(image).with_suffix(".part")
+                partial.write_bytes(data)
+                partial.rename(self._path(image))
+        except OSError as error:
+            raise Unavailable(f"the trace of {image} can't be kept on this node: {error}") from error
 
 
 def _decode(data: bytes, image: str) -> list[Touch] | None:
     """A trace is a hint: one that can't be read is none."""
     try:
-        trace = msgspec.json.decode(data, type=TraceFile)
+        trace = decode(data, TraceFile)
     except msgspec.DecodeError:
         return None
     return trace.chunks[:ENTRIES_MAX] if trace.image == image else None

@@ -403,6 +403,8 @@ class Images:
         """All of it is whole on the node."""
         return [LayerState(layer, None) for layer in environment.layers]
 
+    async def hold(self, environment: Environment) -> None: ...
+
     def note_start(self, environment: Environment) -> None: ...
 
 

@@ -71,7 +71,7 @@ class TestCreate:
     async def test_a_layer_is_mounted_once_for_all_its_sandboxes(self, edge: Edge, node: Node) -> None:
         await asyncio.gather(*(create(edge) for _ in range(20)))
         assert node.mounts == 1
-        assert edge.in_use() == {"a" * 64}
+        assert edge.in_use() == {"a" * 64, "b" * 64}
 
     async def test_an_unknown_image_is_refused_and_nothing_is_left(self, edge: Edge, node: Node) -> None:
         with pytest.raises(ImageNotFound):
@@ -296,7 +296,7 @@ class TestRestart:
             infos = [await create(edge, labels={"n": str(number)}) for number in range(20)]
         async with open_edge(node, tmp_path) as edge:
             assert edge.sandboxes.counts() == {"running": 20}
-            assert edge.in_use() == {"a" * 64}
+            assert edge.in_use() == {"a" * 64, "b" * 64}
             for info in infos:
                 answer = await Client(edge)("POST", f"/v1/sandboxes/{info.id}/exec", {"command": "true"})
                 assert answer.json()["exit_code"] == 0

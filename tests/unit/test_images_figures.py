@@ -7,14 +7,16 @@ import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dsec.images import ImageStore
+from dsec.images.catalog import Caller
 from dsec.images.erofs import entries
-from dsec.images.importing import ImportRequest
+from dsec.images.importing import ImportRequest, draft
 from dsec.images.reads import BlobFigures
-from dsec.images.traces import Touch
-from libdsec.errors import ImageError, InvalidArgument
+from dsec.images.traces import Touch, Traces
+from libdsec.errors import ImageError, ImageNotFound, InvalidArgument, Unavailable
 from libdsec.schema import ImageInfo
 from tests.unit.images_archives import OciImage, files, member, tar
 from tests.unit.images_nodes import ADMIN, Node, content, node
@@ -91,7 +93,7 @@ async def test_broken_metadata_is_refused_not_followed(a: Node) -> None:
 async def test_a_diff_names_added_removed_and_changed_paths_with_sizes(a: Node) -> None:
     await a.load("x", {"same": b"1", "gone": b"22", "grown": b"1", "dir/below": b"1"})
     await a.load("x", {"same": b"1", "grown": b"4444", "new": b"333", "dir": b"now a file"})
-    found = {change.path: (change.kind, change.size_before, change.size) for change in await a.images.diff("x@1", "x@2")}
+    found = {change.path: (change.kind, change.size_before, change.size) for change in await a.images.diff("x@1", "x@2", ADMIN)}
     assert found == {
         "gone": ("removed", 0, 2),
         "grown": ("changed", 1, 4),
@@ -99,7 +101,7 @@ async def test_a_diff_names_added_removed_and_changed_paths_with_sizes(a: Node) 
         "dir": ("changed", 0, 10),
         "dir/below": ("removed", 0, 1),
     }
-    assert await a.images.diff("x@1", "x@1") == []
+    assert await a.images.diff("x@1", "x@1", ADMIN) == []
 
 
 async def test_a_diff_sees_what_the_layers_give_together(a: Node) -> None:
@@ -107,8 +109,20 @@ async def test_a_diff_sees_what_the_layers_give_together(a: Node) -> None:
     upper = files({"etc/.wh.a": b"", "opt/.wh..wh..opq": b"", "opt/d": b"4"})
     await load(a.images, "one", OciImage.of([lower]).archive())
     await load(a.images, "two", OciImage.of([lower, upper]).archive())
-    kinds = {change.path: change.kind for change in await a.images.diff("one", "two") if change.kind != "changed"}
+    kinds = {change.path: change.kind for change in await a.images.diff("one", "two", ADMIN) if change.kind != "changed"}
     assert kinds == {"etc/a": "removed", "opt/c": "removed", "opt/d": "added"}
+
+
+async def test_what_was_packed_from_a_sandbox_is_compared_by_its_own_project_only(a: Node) -> None:
+    mine, other = Caller(project="mine", admin=False), Caller(project="other", admin=False)
+    base = await a.load("base", {"a": b"1"}, caller=mine)
+    layers = [msgspec.structs.replace(layer, diff=True) for layer in base.layers]
+    await a.images._catalog.add(draft("packed", "base", layers, base.config), mine, None)
+    assert await a.images.diff("base", "packed", mine) == await a.images.diff("base", "packed", ADMIN) == []
+    assert await a.images.diff("base", "base", other) == []
+    for pair in (("base", "packed"), ("packed", "base")):
+        with pytest.raises(ImageNotFound, match="'packed'"):
+            await a.images.diff(*pair, other)
 
 
 # -- reads
@@ -152,3 +166,14 @@ async def test_a_trace_that_cannot_be_read_is_none(a: Node, tmp_path: Path) -> N
     (tmp_path / "shared" / "traces").mkdir()
     (tmp_path / "shared" / "traces" / f"{digest[7:]}.json").write_text('{"image": "another", "chunks": []}')
     assert await a.images.trace(digest) is None
+
+
+async def test_a_disk_that_takes_no_trace_is_no_reason_not_to_have_it(a: Node, tmp_path: Path) -> None:
+    digest, touches = "sha256:" + "2" * 64, [Touch(0, 3, 0)]
+    await a.images.save_trace(digest, touches)
+    (tmp_path / "file").write_text("in the way")
+    traces = Traces(tmp_path / "file", a.images._traces._shared)
+    assert await traces.of(digest) == touches
+    with pytest.raises(Unavailable, match="can't be kept"):
+        await traces.save("sha256:" + "3" * 64, touches)
+    assert await traces.of("sha256:" + "3" * 64) == touches

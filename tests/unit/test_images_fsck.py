@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from dsec.images.blobs import hex_of
+from dsec.images.shared import DOCUMENT_LIMIT, Listed
 from dsec.images.shared_catalog import manifest_key
 from libdsec.schema import ImageFinding, ImageInfo
 from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
@@ -166,3 +167,45 @@ async def test_a_crash_in_a_push_is_said_and_needs_no_repair(a: Node, url: str) 
     assert [(finding.problem, finding.object) for finding in await check(a)] == [("orphan", f"blobs/{blob}.z")]
     assert await a.images.push("x", ADMIN, quiet) == made
     assert await check(a, deep=True) == []
+
+
+async def test_what_came_after_the_check_had_begun_is_not_missing(a: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    await a.load("x", {"data": content(7, 1 << 20)})
+    shared = a.images._sharing
+    assert shared is not None
+    listing = shared.blobs.list
+
+    async def from_before(prefix: str, wanted: Callable[[str], bool] = lambda key: True) -> AsyncIterator[Sequence[Listed]]:
+        async for batch in listing(prefix, wanted):
+            yield [] if prefix in ("metas", "blobs") else batch
+
+    monkeypatch.setattr(shared.blobs, "list", from_before)
+    assert await check(a, deep=True) == []
+
+
+async def test_what_goes_while_it_is_read_does_not_end_the_check(a: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = await a.load("x", {"data": content(8, 1 << 20)})
+    key = f"metas/{hex_of(made.layers[0].digest)}.zst"
+    shared = a.images._sharing
+    assert shared is not None
+    get = shared.blobs.get
+
+    async def taken_away(wanted: str, limit: int = DOCUMENT_LIMIT) -> bytes:
+        if wanted == key:
+            Path(url, key).unlink(missing_ok=True)
+        return await get(wanted, limit)
+
+    monkeypatch.setattr(shared.blobs, "get", taken_away)
+    [finding] = await check(a, deep=True)
+    assert (finding.object, finding.image) == (key, "x@1")
+
+
+async def test_two_manifests_that_disagree_about_a_layers_table_are_both_checked(a: Node, url: str) -> None:
+    made = await a.load("x", {"data": content(9, 1 << 20)})
+    index = made.layers[0].index or ""
+    text = Path(url, manifest_key("x", 1)).read_text()
+    Path(url, manifest_key("y", 1)).parent.mkdir()
+    Path(url, manifest_key("y", 1)).write_text(text.replace('"name":"x"', '"name":"y"').replace(index, "sha256:" + "0" * 64))
+    [finding] = await check(a)
+    assert (finding.problem, finding.image) == ("corrupt", "y@1")
+    assert finding.object.endswith(".idx")

@@ -219,6 +219,25 @@ async def test_another_project_can_neither_take_a_name_nor_remove_it(client: DSe
     assert server.files() == []
 
 
+@pytest.mark.parametrize("key", ["", "k" * 129])
+async def test_an_idempotency_key_that_would_be_cut_is_refused(server: Server, key: str) -> None:
+    async with (
+        aiohttp.ClientSession(headers={"Idempotency-Key": key}) as session,
+        session.post(f"{server.url}/v1/images?name=x", data=files({"a": b"1"})) as answer,
+    ):
+        assert answer.status == 400
+        assert (await answer.json())["error"]["field"] == "idempotency_key"
+
+
+async def test_a_body_that_is_nested_without_end_is_refused(server: Server) -> None:
+    body = b'{"x": ' + b"[" * 50_000
+    async with (
+        aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as session,
+        session.post(f"{server.url}/v1/images/from-registry", data=body) as answer,
+    ):
+        assert answer.status == 400
+
+
 async def test_an_image_in_use_is_not_removed(client: DSecClient, server: Server, tree: Path) -> None:
     info = await client.images.import_(tree, name="x")
     server.images.in_use = lambda: {info.layers[0].digest.removeprefix("sha256:")}

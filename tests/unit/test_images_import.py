@@ -236,6 +236,7 @@ HOSTILE = {
     "foreign layer": (bent(set_media_type("application/vnd.docker.image.rootfs.foreign.diff.tar.gzip")), "foreign"),
     "media type that lies": (bent(set_media_type(OCI_LAYER + "+gzip")), "broken gzip"),
     "no manifest": (rebuild(OCI, {"index.json": b'{"manifests": []}'}), "no image for linux"),
+    "index that is nested without end": (rebuild(OCI, {"index.json": b'{"x": ' + b"[" * 100_000}), "nested too deeply"),
     "index without end": (rebuild(OCI, {"index.json": b"[" * 100_000}), "not what it should be"),
     "future layout": (rebuild(OCI, {"oci-layout": b'{"imageLayoutVersion": "9"}'}), "unknown version"),
     "absolute name": (bent(add(member("/etc/passwd"))), "leads outside"),
@@ -429,7 +430,7 @@ async def test_what_sandboxes_use_is_neither_removed_nor_collected(images: Image
             await images.remove("image@1", ADMIN)
     images.in_use = set
     await images.remove("image", ADMIN)
-    images.in_use = lambda: {info.layers[0].digest}
+    images.in_use = lambda: {digest for digest in (info.layers[0].digest, info.layers[0].blob) if digest is not None}
     assert await images.collect_garbage() == 0
     assert len(left_behind(tmp_path / "images")) == 2
     images.in_use = set

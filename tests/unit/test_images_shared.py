@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import time
@@ -10,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zstandard
 
-from dsec.images.chunks import STORED, ZEROS, ZSTD, ChunkTable, pack
+from dsec.images.chunks import STORED, ZEROS, ZSTD, ChunkTable, pack, unpack_frame
 from dsec.images.shared import BlobMissing, Blobs, BlobsDenied, Listed, open_blobs
-from libdsec.errors import ImageError, InvalidArgument, Unavailable
+from libdsec.errors import ImageError, InvalidArgument, NoCapacity, Unavailable
 from tests.unit.seaweed import Seaweed, seaweed
 
 
@@ -52,6 +54,43 @@ async def test_objects_are_put_read_listed_and_deleted(blobs: Blobs, tmp_path: P
     await blobs.delete(["blobs/none", "blobs/one.z", "blobs/neither"])
     assert await blobs.stat("blobs/one.z") is None
     assert await listed(blobs, "nothing") == []
+
+
+async def test_what_goes_wrong_with_files_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_blobs(str(tmp_path / "store"))
+    await store.put("metas/one", b"1")
+    (tmp_path / "store" / "metas" / "half#1").mkdir()
+    with pytest.raises(Unavailable, match="deleting"):
+        await store.drop_staging(["metas/half#1"])
+
+    def fail(number: int) -> None:
+        monkeypatch.setattr(os, "fsync", lambda descriptor: _raise(OSError(number, os.strerror(number))))
+
+    fail(errno.EIO)
+    with pytest.raises(Unavailable, match="writing metas/two"):
+        await store.put("metas/two", b"2")
+    fail(errno.EDQUOT)
+    with pytest.raises(NoCapacity):
+        await store.put_new("metas/three", b"3")
+    monkeypatch.setattr(os, "scandir", lambda path: _raise(OSError(errno.ESTALE, "stale file handle")))
+    with pytest.raises(Unavailable, match="listing metas: "):
+        await listed(store, "metas")
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+async def test_what_is_taken_away_while_it_is_synced_counts_as_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_blobs(str(tmp_path / "store"))
+    opened = os.open
+
+    def taken_away(path: str, flags: int, *more: int) -> int:
+        (tmp_path / "store" / "metas" / "one").unlink(missing_ok=True)
+        return opened(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", taken_away)
+    await store.put("metas/one", b"1")
 
 
 async def test_a_file_in_several_parts_arrives_whole(blobs: Blobs, tmp_path: Path) -> None:
@@ -189,3 +228,18 @@ def test_a_table_that_lies_is_refused(tmp_path: Path) -> None:
     for lie, table in lies.items():
         with pytest.raises(ImageError):
             pytest.fail(f"{lie}: {ChunkTable.decode(table)}")
+
+
+def test_a_frame_that_promises_another_size_is_refused_before_it_is_unpacked() -> None:
+    frame = zstandard.ZstdCompressor().compress(bytes(1000))
+    assert unpack_frame(frame, 1000, "chunk 1") == bytes(1000)
+    with pytest.raises(ImageError, match="chunk 1 is broken: its frame promises 1000, 999 bytes"):
+        unpack_frame(frame, 999, "chunk 1")
+    with pytest.raises(ImageError, match="no size"):
+        unpack_frame(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1000)), 1000, "chunk 1")
+    # Its size field says a terabyte: no room is made for that.
+    assert frame[4:7] == b"\x60\xe8\x02"
+    with pytest.raises(ImageError, match="promises 1099511627776"):
+        unpack_frame(frame[:4] + b"\xe0" + (1 << 40).to_bytes(8, "little") + frame[7:], 1000, "chunk 1")
+    with pytest.raises(ImageError, match="chunk 1 is broken"):
+        unpack_frame(b"nonsense", 8, "chunk 1")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from edge_fakes import eventually
+from sqlalchemy import text
 
+from dsec.images import publishing
 from dsec.images.blobs import hex_of
 from dsec.images.catalog import Caller
 from dsec.images.chunks import ChunkTable
@@ -19,8 +23,8 @@ from dsec.images.leases import Lease
 from dsec.images.names import locked
 from dsec.images.shared import DirectoryBlobs, open_blobs
 from dsec.images.shared_catalog import manifest_key, name_key
-from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, PermissionDenied, Unavailable
-from libdsec.schema import ImportLine
+from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
+from libdsec.schema import ImageInfo, ImportLine
 from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
 from tests.unit.seaweed import Seaweed, seaweed
 
@@ -250,6 +254,81 @@ async def test_two_nodes_that_send_the_same_blob_send_it_once(tmp_path: Path, ur
         assert len([key for key in store.written if key.endswith(".z")]) == 1
 
 
+async def test_what_another_node_sent_between_the_look_and_the_claim_is_not_sent_again(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second packer's table may be another one, and the first one's manifest names the first."""
+    store = Counting(Path(url))
+    async with node(tmp_path / "a", store) as a, node(tmp_path / "b", store) as b:
+        shared = b.images._sharing
+        assert shared is not None
+        claim = shared.publisher._claim
+
+        async def late(blob: str) -> bool:
+            if not Path(url, manifest_key("x", 1)).exists():
+                await a.load("x", {"data": content(6, 1 << 20)})
+            return await claim(blob)
+
+        monkeypatch.setattr(shared.publisher, "_claim", late)
+        made = await b.load("y", {"data": content(6, 1 << 20)})
+        assert made.layers == (await a.images.find("x")).layers
+        assert len([key for key in store.written if key.endswith(".z")]) == 1
+        assert not list(Path(url, "uploads").iterdir())
+
+
+async def test_a_claim_is_kept_on_when_it_could_not_be_renewed_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.images.publishing.CLAIM_REFRESH_S", 0.0)
+    failures: list[Exception] = [Unavailable("cut"), OSError("stale file handle")]
+    renewed = asyncio.Event()
+
+    class Failing(DirectoryBlobs):
+        async def put(self, key: str, data: bytes) -> None:
+            if failures:
+                raise failures.pop(0)
+            renewed.set()
+
+    async with node(tmp_path / "a", Failing(Path(url))) as a:
+        shared = a.images._sharing
+        assert shared is not None
+        keeping = asyncio.create_task(shared.publisher._keep_claim("a" * 64))
+        async with asyncio.timeout(20):
+            await renewed.wait()
+        keeping.cancel()
+
+
+async def test_a_disk_that_gets_full_during_a_push_is_no_capacity(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr("dsec.images.publishing.pack", full)
+    async with node(tmp_path / "a", url) as a:
+        with pytest.raises(NoCapacity) as refusal:
+            await a.load("x", {"data": content(6, 1 << 20)})
+        assert refusal.value.reason == "disk"
+
+
+async def test_an_image_whose_push_fails_unforeseen_is_pushed_later(
+    tmp_path: Path, url: str, b: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[Exception] = [Unavailable("cut"), KeyError("x")]
+    pack = publishing.pack
+
+    def failing(*args: Any, **more: Any) -> ChunkTable:
+        if failures:
+            raise failures.pop(0)
+        return pack(*args, **more)
+
+    monkeypatch.setattr("dsec.images.publishing.pack", failing)
+    async with node(tmp_path / "a", url) as a:
+        with pytest.raises(Unavailable):
+            await a.load("x", {"data": content(6, 1 << 20)})
+    monkeypatch.setattr("dsec.images.sharing.PUSH_RETRY_S", 0.01)
+    async with node(tmp_path / "a", url):
+        await eventually(Path(url, manifest_key("x", 1)).exists, within_s=20)
+        assert await start_on(b, "x") == [True]
+    assert not failures
+
+
 # -- what is broken
 
 
@@ -325,6 +404,166 @@ async def test_an_image_in_use_on_another_node_is_not_removed(a: Node, b: Node) 
     b.live.add(made.layers[0].digest)
     with pytest.raises(Conflict, match="is in use"):
         await b.images.remove("x", ADMIN)
+
+
+async def test_an_image_that_is_being_pushed_is_not_removed(a: Node, b: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = a.images._sharing
+    assert shared is not None
+    pushing, go_on = asyncio.Event(), asyncio.Event()
+    push = shared.publisher.push
+
+    async def slowly(*args: Any) -> ImageInfo:
+        pushing.set()
+        await go_on.wait()
+        return await push(*args)
+
+    monkeypatch.setattr(shared.publisher, "push", slowly)
+    loading = asyncio.create_task(a.load("x", {"a": b"1"}))
+    await pushing.wait()
+    with pytest.raises(Conflict, match="pushed"):
+        await a.images.remove("x", ADMIN)
+    go_on.set()
+    await loading
+    await a.images.remove("x", ADMIN)
+    with pytest.raises(ImageNotFound):
+        await a.images.find("x")
+    with pytest.raises(ImageNotFound):
+        await b.images.find("x@1")
+
+
+async def test_an_image_that_was_removed_is_not_pushed_any_more(tmp_path: Path, url: str) -> None:
+    store = Counting(Path(url))
+    store.fail_at = "images/x/1.json"
+    async with node(tmp_path / "a", store) as a:
+        with pytest.raises(Unavailable):
+            await a.load("x", {"a": b"1"})
+        [entry] = a.images._catalog.unpushed()
+        await a.images.remove("x", ADMIN)
+        store.fail_at = None
+        shared = a.images._sharing
+        assert shared is not None
+        with pytest.raises(ImageNotFound, match="removed before"):
+            await shared.push(entry, quiet)
+        await a.images._catalog.pushed(entry.info)
+    assert not Path(url, manifest_key("x", 1)).exists()
+    # Nothing of it is left that would be in the way of another node's image of that number.
+    async with node(tmp_path / "b", url) as b:
+        assert (await b.load("x", {"a": b"2"})).version == 2
+        Path(url, manifest_key("x", 1)).write_bytes(Path(url, manifest_key("x", 2)).read_bytes().replace(b'"version":2', b'"version":1'))
+    async with node(tmp_path / "a", url) as a:
+        assert (await a.images.find("x@1")).version == 1
+
+
+async def test_what_a_crash_left_about_an_image_does_not_keep_its_name_from_being_known(tmp_path: Path, url: str, a: Node) -> None:
+    made = await a.load("x", {"a": b"1"})
+    async with node(tmp_path / "b", url) as b:
+        async with b.images._catalog._store.engine.begin() as connection:
+            await connection.execute(text("insert into image_shared (name, version) values ('x', 1)"))
+        assert await b.images.find("x") == made
+
+
+async def test_removing_an_image_of_before_there_was_a_store_leaves_the_stores_own(tmp_path: Path, url: str, b: Node) -> None:
+    theirs = await b.load("other", {"a": b"1"}, caller=Caller(project="theirs", admin=False))
+    await start_on(b, "other")
+    async with node(tmp_path / "c", None) as c:
+        await c.load("other", {"a": b"2"})
+    async with node(tmp_path / "c", url) as c:
+        assert c.images.get("other@1") != theirs
+        await c.images.remove("other@1", ADMIN)
+        assert Path(url, manifest_key("other", 1)).exists()
+        assert await c.images.find("other@1") == theirs
+
+
+async def test_an_image_that_the_store_has_for_another_project_is_not_removed(tmp_path: Path, url: str, b: Node) -> None:
+    mine, theirs = Caller(project="mine", admin=False), Caller(project="theirs", admin=False)
+    async with node(tmp_path / "c", None) as c:
+        await c.load("x", {"a": b"1"}, caller=mine)
+    await b.load("x", {"a": b"1"}, caller=theirs)
+    async with node(tmp_path / "c", url) as c:
+        with pytest.raises(PermissionDenied):
+            await c.images.remove("x@1", mine)
+    assert Path(url, manifest_key("x", 1)).exists()
+
+
+async def test_a_broken_manifest_goes_with_its_image(a: Node, url: str) -> None:
+    await a.load("x", {"a": b"1"})
+    Path(url, manifest_key("x", 1)).write_text("{")
+    await a.images.remove("x@1", ADMIN)
+    assert not Path(url, manifest_key("x", 1)).exists()
+
+
+async def test_a_sandbox_that_starts_during_a_removal_keeps_the_image(a: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = await a.load("x", {"a": b"1"})
+    shared = a.images._sharing
+    assert shared is not None
+
+    async def starting() -> set[str]:
+        a.live.add(hex_of(made.layers[0].digest))
+        return set()
+
+    monkeypatch.setattr(shared.lease, "others", starting)
+    with pytest.raises(Conflict, match="is in use"):
+        await a.images.remove("x", ADMIN)
+    assert await a.images.find("x@1") == made
+
+
+async def test_what_runs_here_is_leased_and_known_although_its_image_was_removed_elsewhere(
+    a: Node, b: Node, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsec.images.sharing.NAME_FRESH_S", 0.0)
+    made = await a.load("x", {"data": content(31, 1 << 20)})
+    [layer] = made.layers
+    await start_on(b, "x")
+    held = {hex_of(layer.digest), hex_of(layer.blob or "")}
+    b.live |= held
+    # The lease had lapsed when another node asked.
+    Path(url, manifest_key("x", 1)).unlink()
+    await b.images.locate("x", None, ())
+    assert b.images.get("x@1") == made, "forgotten, its sandboxes could be neither forked nor packed"
+    shared = b.images._sharing
+    assert shared is not None
+    await b.images._catalog.remove([made])
+    await shared.lease.refresh()
+    assert await Lease(shared.blobs, set).others() >= held, "also where the catalog knows nothing of it any more"
+    b.live.clear()
+
+
+async def test_a_start_on_mounted_layers_holds_them_again(a: Node, b: Node, url: str) -> None:
+    made = await a.load("x", {"data": content(32, 1 << 20)})
+    await start_on(b, "x")
+    environment = b.images.resolve("x@1", None, ())
+    shared = b.images._sharing
+    assert shared is not None
+    # Nobody has used them for longer than what starts is held for.
+    shared.lease._held.clear()
+    await shared.lease.refresh()
+    await b.images.hold(environment)
+    blob = hex_of(made.layers[0].blob or "")
+    assert blob in await Lease(shared.blobs, set).others()
+    shared.lease._held.clear()
+    await shared.lease.refresh()
+    await a.images.remove("x", ADMIN)
+    age(url)
+    await a.images.collect_garbage()
+    with pytest.raises(ImageError, match="no data"):
+        await b.images.hold(environment)
+
+
+async def test_a_start_on_mounted_layers_goes_on_while_the_store_cannot_be_reached(
+    a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await a.load("x", {"data": content(33, 1 << 20)})
+    await start_on(b, "x")
+    shared = b.images._sharing
+    assert shared is not None
+    shared.lease._held.clear()
+    await shared.lease.refresh()
+
+    async def cut(key: str, data: bytes) -> None:
+        raise Unavailable("cut")
+
+    monkeypatch.setattr(shared.blobs, "put", cut)
+    await b.images.hold(b.images.resolve("x@1", None, ()))
 
 
 async def test_gc_takes_from_the_store_what_nothing_names(a: Node, b: Node, url: str) -> None:
