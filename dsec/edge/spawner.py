@@ -149,6 +149,7 @@ class _DiffEntry(msgspec.Struct):
 
 class _Diff(msgspec.Struct):
     entries: list[_DiffEntry]
+    more: bool
 
 
 class _Exited(msgspec.Struct):
@@ -256,10 +257,11 @@ class Spawner:
         """Bytes that each sandbox's writable layer takes; one that isn't there is left out."""
         return (await self._verbs.call("usage", {"sandboxes": list(sandboxes)}, _Usage)).disk
 
-    async def diff(self, sandbox: str, limit: int) -> list[DiffEntry]:
-        """What the sandbox's writable layer changes of its image: at most ``limit`` entries."""
-        found = await self._verbs.call("diff", {"sandbox": sandbox, "limit": limit}, _Diff)
-        return [DiffEntry(path_bytes=entry.path, kind=entry.kind, size=entry.size) for entry in found.entries]
+    async def diff(self, sandbox: str, limit: int, after: bytes = b"") -> tuple[list[DiffEntry], bool]:
+        """What the sandbox's writable layer changes of its image, in the order of the paths: at most ``limit`` entries behind the path
+        ``after``, fewer if their paths are long; and whether others follow."""
+        found = await self._verbs.call("diff", {"sandbox": sandbox, "limit": limit, "after": after}, _Diff)
+        return [DiffEntry(path_bytes=entry.path, kind=entry.kind, size=entry.size) for entry in found.entries], found.more
 
     async def snapshot(self, sandbox: str, snapshot: str) -> Taken:
         """Keep the writable layer of a running sandbox as it is at one moment, in which it stands still, under a name that the caller

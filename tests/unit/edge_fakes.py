@@ -258,6 +258,11 @@ class Node:
         self.directories: set[bytes] = set()
         self.oom: dict[str, int] = {}
         self.held = False
+        self.scratch_used = GB
+        self.diff = [DiffEntry(path_bytes=b"x\xff", kind="written", size=1)]
+        """Of every sandbox."""
+        self.diff_page = 100
+        """Entries in one answer of the spawner."""
         self._slots = itertools.count()
         self.on_exited: Callable[[str, int], None] = lambda sandbox, status: None
         self.on_reconnected: Callable[[], None] = lambda: None
@@ -368,8 +373,10 @@ class FakeSpawner:
     async def list(self) -> list[KernelSandbox]:
         return [msgspec.structs.replace(found) for found in self._node.kernel.values()]
 
-    async def diff(self, sandbox: str, limit: int) -> list[DiffEntry]:
-        return [DiffEntry(path_bytes=b"/x\xff", kind="added", size=1)]
+    async def diff(self, sandbox: str, limit: int, after: bytes = b"") -> tuple[list[DiffEntry], bool]:
+        found = [entry for entry in self._node.diff if entry.path_bytes > after]
+        count = min(limit, self._node.diff_page)
+        return found[:count], len(found) > count
 
     def close(self) -> None: ...
 

@@ -19,6 +19,7 @@ from dsec.edge.journal import JournalError
 from dsec.edge.ports import PortSigner
 from dsec.edge.spawner import SpawnerError, SpawnerLost
 from libdsec.errors import DSecError
+from libdsec.schema import DiffEntry
 
 MB = 1 << 20
 
@@ -441,6 +442,13 @@ class TestInformation:
     async def test_metrics_come_from_outside(self, client: Client) -> None:
         metrics = (await client("GET", f"{await create(client)}/metrics")).json()
         assert (metrics["cpu_s"], metrics["disk"], metrics["memory_limit"]) == (1.5, 4096, 2048 * MB)
+
+    async def test_a_diff_of_many_pages_comes_as_one_answer(self, client: Client, node: Node) -> None:
+        node.diff = [DiffEntry(path_bytes=b"%02d" % number, kind="written", size=1) for number in range(25)]
+        node.diff_page = 10
+        path = f"{await create(client)}/diff"
+        sizes = [len((await client("GET", path + query)).lines()) for query in ("", "?limit=25", "?limit=20", "?limit=3")]
+        assert sizes == [25, 25, 20, 3]
 
     async def test_changes_are_checked_and_kept(self, client: Client) -> None:
         path = await create(client)

@@ -25,6 +25,7 @@ from dsec.edge.spawner import (
     SpawnerLost,
     Taken,
 )
+from libdsec.schema import DiffEntry
 
 DEADLINE_S = 10
 
@@ -198,9 +199,9 @@ async def test_each_verb_travels_as_the_contract_says(
 
 async def test_a_diff_keeps_names_that_are_not_utf8(fake: FakeSpawner, spawner: Spawner) -> None:
     entries = [{"path": b"/tmp/\xff", "kind": "written", "size": 3}]
-    found, _ = await answered(spawner.diff("sb-1", 10), fake, {"entries": entries})
-    assert isinstance(found, list)
-    assert [(entry.path_bytes, entry.kind, entry.size) for entry in found] == [(b"/tmp/\xff", "written", 3)]
+    answer, sent = await answered(spawner.diff("sb-1", 10, b"/a"), fake, {"entries": entries, "more": True})
+    assert answer == ([DiffEntry(path_bytes=b"/tmp/\xff", kind="written", size=3)], True)
+    assert sent == {"verb": "diff", "sandbox": "sb-1", "limit": 10, "after": b"/a"}
 
 
 async def test_replies_find_their_calls_in_any_order(fake: FakeSpawner, spawner: Spawner) -> None:
@@ -287,7 +288,30 @@ async def test_connecting_where_nobody_listens_fails(tmp_path: Path, calls: Call
     assert [task for task in asyncio.all_tasks() if "spawner" in task.get_name() and not task.cancelling()] == []
 
 
-@pytest.mark.parametrize("garbage", [(verbs.MAX_REPLY_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\1\x00"])
+@pytest.mark.parametrize("number_takes", [1, 2, 4, 8])
+async def test_an_answer_that_is_too_long_fails_its_own_call_only(number_takes: int, fake: FakeSpawner, spawner: Spawner) -> None:
+    too_long, other = asyncio.create_task(spawner.layers()), asyncio.create_task(spawner.usage(["a"]))
+    requests = [await fake.request(), await fake.request()]
+    # The number in every form that msgpack has for it.
+    number = {1: b"", 2: b"\xcd", 4: b"\xce", 8: b"\xcf"}[number_takes] + int(str(requests[0]["id"])).to_bytes(number_takes, "big")
+    fake.send(b"\xde\x00\x02\xa2id" + number + b"\xa6layers" + bytes(verbs.MAX_REPLY_BYTES))
+    with pytest.raises(SpawnerError, match="too long") as caught:
+        await too_long
+    assert not isinstance(caught.value, SpawnerLost)
+    fake.reply(requests[1], {"disk": {"a": 1}})
+    assert await other == {"a": 1}
+    assert len(fake.writers) == 1
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        (verbs.MAX_REPLY_BYTES + 1).to_bytes(4, "big") + bytes(verbs.MAX_REPLY_BYTES + 1),
+        (verbs.MAX_SKIPPED_BYTES + 1).to_bytes(4, "big"),
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\1\x00",
+    ],
+)
 async def test_a_frame_that_is_nonsense_breaks_the_connection_not_the_client(garbage: bytes, fake: FakeSpawner, spawner: Spawner) -> None:
     in_flight = asyncio.create_task(spawner.layers())
     await fake.request()
