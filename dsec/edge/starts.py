@@ -357,7 +357,7 @@ class Starts:
 
     async def _refresh_facts(self) -> None:
         try:
-            self._inventory.facts = await self._inventory.spawner.hello()
+            await self._inventory.refresh_facts()
         except SpawnerError as error:
             _log.info("the spawner can't be asked for the scratch disk now", error=str(error))
 

@@ -35,6 +35,10 @@ class Sweep:
         self._endings = endings
         self._lifetimes = lifetimes
         self._orphans = orphans
+        self._adopted = False
+        """Every sandbox is known: what isn't has no owner."""
+        self._due = False
+        """A round was asked for before that."""
 
     # --- after a start
 
@@ -42,26 +46,35 @@ class Sweep:
         """Decides about every sandbox that the journal or the kernel knows. Raises JournalError, SpawnerError."""
         records = {record.id: record for record in await self._inventory.journal.live()}
         kernel = {entry.sandbox: entry for entry in await self._inventory.spawner.list()}
+        # All of them at once: the spawner's events find the one that they are about.
+        sandboxes = {sandbox_id: self._register(record) for sandbox_id, record in records.items()}
         at_once = asyncio.Semaphore(ADOPT_AT_ONCE)
 
-        async def settle(sandbox_id: str) -> None:
+        async def settle(sandbox_id: str, verdict: Verdict) -> None:
             async with at_once:
-                record, entry = records.get(sandbox_id), kernel.get(sandbox_id)
-                await self._adopt_one(sandbox_id, record, entry, judge(record, entry))
+                await self._adopt_one(sandbox_id, sandboxes.get(sandbox_id), kernel.get(sandbox_id), verdict)
 
-        await asyncio.gather(*(settle(sandbox_id) for sandbox_id in sorted(records.keys() | kernel.keys())))
+        verdicts = {one: judge(records.get(one), kernel.get(one)) for one in sorted(records.keys() | kernel.keys())}
+        await asyncio.gather(*(settle(sandbox_id, verdict) for sandbox_id, verdict in verdicts.items()))
         await self._drop_snapshots()
 
-    async def _adopt_one(self, sandbox_id: str, record: Record | None, entry: KernelSandbox | None, verdict: Verdict) -> None:
-        if record is None:
-            await self._endings.kill(sandbox_id)
-            return
+    def _register(self, record: Record) -> Sandbox:
         inventory = self._inventory
         sandbox = Sandbox(record, inventory.clock.monotonic())
-        sandbox.oom_seen = inventory.cgroups.oom_kills(sandbox_id)
+        sandbox.oom_seen = inventory.cgroups.oom_kills(record.id)
         self._orphans.adopt(sandbox)
         inventory.add(sandbox)
         inventory.layers.adopt(record.layers)
+        return sandbox
+
+    async def _adopt_one(self, sandbox_id: str, sandbox: Sandbox | None, entry: KernelSandbox | None, verdict: Verdict) -> None:
+        if sandbox is None:
+            await self._endings.kill(sandbox_id)
+            return
+        if sandbox.state == "failed" and verdict in ("adopt", "fail", "lose"):
+            # The spawner told of its end while it waited for its turn.
+            return
+        record = sandbox.record
         if verdict == "finish_stop":
             await self._endings.finish(sandbox)
         elif verdict == "take_back":
@@ -83,6 +96,9 @@ class Sweep:
         record.slot, record.socket = entry.slot, entry.socket
         try:
             await self._agents.connect(sandbox)
+            if record.state == "failed":
+                sandbox.close_channel()
+                return
             if record.state == "creating":
                 await self._agents.make_workdir(sandbox)
                 if record.forked_from is not None:
@@ -93,7 +109,8 @@ class Sweep:
         except (ChannelLost, ChannelError, DSecError, OSError, TimeoutError) as error:
             if record.state == "creating":
                 await self._take_back(sandbox)
-            else:
+            elif record.state == "running":
+                # Else the spawner told of its end meanwhile.
                 await self._endings.end_unseen(sandbox, "failed", f"its agent doesn't answer after the edge started again: {error}")
             return
         await self._agents.follow_running(sandbox)
@@ -106,8 +123,11 @@ class Sweep:
     # --- later
 
     def on_spawner_back(self) -> None:
-        """The spawner was restarted: agents may have died unseen."""
-        if not self._inventory.closing:
+        """The spawner was restarted: agents may have died unseen. While sandboxes are being adopted, a round would take those whose turn
+        hasn't come for nobody's: it comes after that."""
+        if not self._adopted:
+            self._due = True
+        elif not self._inventory.closing:
             self._inventory.tasks.start(self.round(), "sweep after the spawner's return")
 
     async def forever(self) -> None:
@@ -116,8 +136,10 @@ class Sweep:
             await self.round()
 
     async def round(self) -> None:
-        """Unowned kernel objects, unfinished ends, idle layers, old records. A part that fails doesn't keep the others from their work."""
-        for step in (self._compare_with_kernel, self._drop_snapshots, self._finish, self._unmount_idle, self._prune):
+        """Unowned kernel objects, unfinished ends, idle layers, old records, figures of the node. A part that fails doesn't keep the others
+        from their work."""
+        refresh = self._inventory.refresh_facts
+        for step in (self._compare_with_kernel, self._drop_snapshots, self._finish, self._unmount_idle, self._prune, refresh):
             try:
                 await step()
             except (SpawnerError, JournalError, DSecError) as error:
@@ -138,7 +160,7 @@ class Sweep:
                 await self._endings.kill(sandbox_id)
         for sandbox in running:
             entry = kernel.get(sandbox.id)
-            if sandbox.state != "running" or sandbox.settling is not None or (entry is not None and entry.alive):
+            if sandbox.state != "running" or sandbox.settling is not None:
                 continue
             self._endings.fail(sandbox, "nothing of it is left" if entry is None else "its agent died unseen")
         await inventory.layers.forget_unmounted()

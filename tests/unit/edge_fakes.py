@@ -247,6 +247,12 @@ class Node:
         self.kills: list[tuple[str, bool]] = []
         self.gate: asyncio.Event | None = None
         """Creations wait for it."""
+        self.kill_gate: asyncio.Event | None = None
+        """Kills wait for it."""
+        self.connect_gate: asyncio.Event | None = None
+        """Connections to agents wait for it."""
+        self.connecting = 0
+        """Connections to agents that were begun."""
         self.creating = asyncio.Event()
         """A creation has reached the spawner."""
         self.fail_create: list[SpawnerError] = []
@@ -272,6 +278,9 @@ class Node:
         return FakeSpawner(self)
 
     async def connect_channel(self, path: str, on_lost: Callable[[ChannelLost], None], timeout_s: float) -> FakeChannel:
+        self.connecting += 1
+        if self.connect_gate is not None:
+            await self.connect_gate.wait()
         agent = self.agents.get(path)
         if agent is None or not agent.alive:
             raise ChannelLost("connection refused")
@@ -310,7 +319,8 @@ class FakeSpawner:
         self._node = node
 
     async def hello(self) -> NodeFacts:
-        return NodeFacts(version="0", kernel="6.18", cores=2, memory=24 * GB, cgroup="hybrid", scratch=64 * GB, scratch_used=GB)
+        used = self._node.scratch_used
+        return NodeFacts(version="0", kernel="6.18", cores=2, memory=24 * GB, cgroup="hybrid", scratch=64 * GB, scratch_used=used)
 
     async def layer_mount(self, meta: str, blob: str | None, *, lazy: bool = False) -> None:
         self._node.mounts += 1

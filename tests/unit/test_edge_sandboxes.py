@@ -12,6 +12,7 @@ from edge_fakes import Client, FakeClock, Node, eventually, make_edge, open_edge
 from dsec.edge import Edge
 from dsec.edge.channel import Exit
 from dsec.edge.spawner import SpawnerError, SpawnerLost
+from dsec.edge.sweep import ADOPT_AT_ONCE
 from libdsec.errors import Conflict, DeadlineExceeded, DSecError, ImageNotFound, SandboxFailed, SandboxGone, Unavailable
 from libdsec.schema import DSecContainerRunArgs, PatchRequest, SandboxInfo
 
@@ -379,6 +380,48 @@ class TestRestart:
             assert edge.sandboxes.counts() == {"failed": 1}
             await stop(edge, info)
             assert nothing_left(edge, node)
+
+    async def test_a_spawner_that_comes_back_during_the_adoption_ends_no_sandbox_whose_turn_has_not_come(
+        self, node: Node, tmp_path: Path
+    ) -> None:
+        count = ADOPT_AT_ONCE + 6
+        async with open_edge(node, tmp_path) as edge:
+            await asyncio.gather(*(create(edge) for _ in range(count)))
+        node.connect_gate, node.connecting = asyncio.Event(), 0
+        edge = make_edge(node, tmp_path)
+        opening = asyncio.ensure_future(edge.open())
+        await eventually(lambda: node.connecting == ADOPT_AT_ONCE)
+        node.make("sb-e1-unknown")
+        node.on_reconnected()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert node.kills == []
+        node.connect_gate.set()
+        await opening
+        assert edge.sandboxes.counts() == {"running": count}
+        assert node.kills == [("sb-e1-unknown", False)]
+        await edge.close()
+
+    async def test_agents_that_die_during_the_adoption_make_their_sandboxes_failed(self, node: Node, tmp_path: Path) -> None:
+        async with open_edge(node, tmp_path) as edge:
+            await asyncio.gather(*(create(edge) for _ in range(ADOPT_AT_ONCE + 1)))
+        node.connect_gate, node.connecting = asyncio.Event(), 0
+        edge = make_edge(node, tmp_path)
+        opening = asyncio.ensure_future(edge.open())
+        await eventually(lambda: node.connecting == ADOPT_AT_ONCE)
+        for sandbox in list(node.kernel):
+            node.kill_agent(sandbox)
+        await eventually(lambda: set(edge.sandboxes.counts()) <= {"failed"})
+        node.connect_gate.set()
+        await opening
+        await eventually(lambda: nothing_left(edge, node))
+        await edge.close()
+
+
+async def test_the_figures_of_the_node_are_no_older_than_the_last_sweep(edge: Edge, node: Node) -> None:
+    node.scratch_used = 7
+    await edge.sandboxes.sweep.round()
+    assert edge.node_info().scratch_used == 7
 
 
 async def rows(state_dir: Path) -> list[str]:
