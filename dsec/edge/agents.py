@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import os
@@ -206,7 +207,9 @@ class Agents:
                     continue
                 command = shorten(b" ".join(entry.argv).decode("utf-8", "replace"))
                 sandbox.command_started(CommandEntry(exec_id=entry.exec_id, command=command, started_at=entry.started_ms / 1000))
-                self.follow(sandbox, await channel.attach(entry.exec_id), lambda exit: None)
+                # One that has ended and gone meanwhile is no reason not to follow the others.
+                with contextlib.suppress(ChannelError):
+                    self.follow(sandbox, await channel.attach(entry.exec_id), lambda exit: None)
         except (ChannelLost, ChannelError) as error:
             _log.info("running commands can't be followed", sandbox=sandbox.id, error=str(error))
 

@@ -183,6 +183,7 @@ async def test_a_lost_connection_leaves_commands_running_and_their_output_whole(
     whole = await second.attach("kept", stdout_from=0)
     assert (await read_all(whole))[0] == b"before\nafter\nline 1\nline 2\nline 3\n"
     assert (await in_time(second.run(sh("", exec_id="captured")))).stdout == b"whole\n"
+    assert second.running == 0
     second.close()
 
 
