@@ -272,6 +272,7 @@ class Stream(_Receiver):
         "_started",
         "_taken",
         "_writable",
+        "attached",
         "counts",
         "exec_id",
         "id",
@@ -293,6 +294,8 @@ class Stream(_Receiver):
         self._readable: list[asyncio.Future[None]] = []
         self._writable: asyncio.Future[None] | None = None
         self.exec_id = exec_id
+        self.attached = False
+        """It follows a command that was there before."""
         self.pid = 0
         self.stdout_from = 0
         self.stderr_from = 0
@@ -307,6 +310,7 @@ class Stream(_Receiver):
         elif kind == _STARTED:
             started = _decode_started(payload)
             self.exec_id = started.exec_id or self.exec_id
+            self.attached = started.attached
             self.pid, self.stdout_from, self.stderr_from = arg, started.stdout_from, started.stderr_from
             self._announce()
             return False

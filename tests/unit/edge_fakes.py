@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from dsec.edge import Edge, EdgeConfig
 from dsec.edge.cgroups import Usage
-from dsec.edge.channel import ChannelError, ChannelLost, ExecEntry, Exit, Shell, Start
+from dsec.edge.channel import MODE_CAPTURE, MODE_STREAM, ChannelError, ChannelLost, ExecEntry, Exit, Shell, Start
 from dsec.edge.deadlines import Clock
 from dsec.edge.spawner import KernelSandbox, KillFigures, Listener, NodeFacts, SandboxSpec, Spawned, SpawnerError, SpawnerLost, Taken
 from dsec.images import Environment
@@ -106,7 +106,8 @@ def _complaint(number: int, message: str) -> Exit:
 
 
 class FakeStream:
-    def __init__(self, agent: Agent, channel: FakeChannel, start: Start, ended: asyncio.Future[Exit]) -> None:
+    def __init__(self, agent: Agent, channel: FakeChannel, start: Start, ended: asyncio.Future[Exit], attached: bool) -> None:
+        self.attached = attached
         self.exec_id = start.exec_id
         self.pid = 7
         self.stdout_from = 0
@@ -125,6 +126,8 @@ class FakeStream:
         return self._pieces.pop(0) if self._pieces else None
 
     async def write(self, data: bytes) -> None:
+        if self._agent.reading is not None:
+            await self._agent.reading.wait()
         self._agent.inputs.setdefault(self.exec_id, bytearray()).extend(data)
 
     async def write_eof(self) -> None:
@@ -157,6 +160,9 @@ class FakeStream:
             return [(1, begin, content[begin : begin + 4]) for begin in range(0, len(content), 4)]
         if self._start.builtin == "watch":
             await asyncio.Event().wait()
+        if self._start.builtin is None and self._start.mode == MODE_CAPTURE:
+            exit = await self.wait()
+            return [(source, 0, data) for source, data in ((1, exit.stdout), (2, exit.stderr)) if data]
         pieces = self._agent.outputs.get(self.exec_id, [])
         return [(1, index, piece) for index, piece in enumerate(pieces)]
 
@@ -194,7 +200,8 @@ class FakeChannel:
 
     async def start(self, start: Start, *, follow: bool = False) -> FakeStream:
         self._check()
-        return self._stream(start, self._agent.run(start))
+        attached = start.exec_id in self._agent.commands
+        return self._stream(start, self._agent.run(start), attached)
 
     async def attach(
         self, exec_id: str, *, stdout_from: int | None = None, stderr_from: int | None = None, stdin: bool = False
@@ -203,7 +210,7 @@ class FakeChannel:
         ended = self._agent.commands.get(exec_id)
         if ended is None:
             raise ChannelError("process_not_found", f"no command {exec_id}")
-        return self._stream(Start(exec_id=exec_id), ended)
+        return self._stream(Start(exec_id=exec_id, mode=MODE_STREAM), ended, True)
 
     async def open_port(self, port: int, host: bytes = b"") -> FakeStream:
         raise ChannelError("connection_refused", "Connection refused", errno.ECONNREFUSED)
@@ -228,8 +235,8 @@ class FakeChannel:
         if self._lost.done():
             raise ChannelLost("closed")
 
-    def _stream(self, start: Start, ended: asyncio.Future[Exit]) -> FakeStream:
-        stream = FakeStream(self._agent, self, start, ended)
+    def _stream(self, start: Start, ended: asyncio.Future[Exit], attached: bool) -> FakeStream:
+        stream = FakeStream(self._agent, self, start, ended, attached)
         self.streams.append(stream)
         return stream
 

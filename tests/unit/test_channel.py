@@ -316,6 +316,41 @@ async def test_listing_shows_what_ran_and_what_runs(channel: Channel) -> None:
     assert channel.running == 1
 
 
+async def test_what_was_listed_as_running_counts_until_it_is_seen_to_end(chronus: ChronusProcess) -> None:
+    first = await Channel.connect(chronus.path, on_lost=lambda lost: None)
+    for name in ("a", "b"):
+        await first.start(sh("sleep 1000", exec_id=name, mode=MODE_STREAM))
+    channel = await Channel.connect(chronus.path, on_lost=lambda lost: None)
+    assert channel.running == 2
+    await channel.list()
+    followed = await channel.attach("a")
+    assert channel.running == 2
+    for name in ("a", "b"):
+        await channel.signal(name, signal.SIGKILL)
+    await in_time(followed.wait())
+    assert channel.running == 1
+    await until_ended(channel, "b")
+    assert channel.running == 0
+    channel.close()
+
+
+async def until_ended(channel: Channel, exec_id: str) -> None:
+    """Until a listing says that a command has ended which the channel doesn't follow."""
+    async with asyncio.timeout(DEADLINE_S):
+        while any(entry.exec_id == exec_id and entry.running for entry in await channel.list()):
+            pass
+
+
+async def test_a_start_says_whether_its_command_was_there_before(channel: Channel) -> None:
+    start = sh("cat", exec_id="once", stdin=STDIN_STREAM)
+    first = await channel.start(start, follow=True)
+    second = await channel.start(start, follow=True)
+    assert (first.attached, second.attached) == (False, True)
+    await first.write(b"in")
+    await first.write_eof()
+    assert (await read_all(first))[0] == (await read_all(second))[0] == b"in"
+
+
 async def test_only_the_newest_256_ended_commands_are_kept(channel: Channel) -> None:
     for number in range(300):
         await in_time(channel.run(Start(exec_id=f"n{number}", argv=[b"true"])))

@@ -261,8 +261,37 @@ class TestExec:
         data = base64.b64encode(bytes(2 * MB)).decode()
         answer = await client("POST", f"{path}/exec", {"command": "cat", "stdin": data, "exec_id": "in"})
         assert answer.json()["exit_code"] == 0
-        assert len(agent.inputs["in"]) == 2 * MB
+        assert base64.b64decode(answer.json()["stdout_bytes"]) == b"ok\n"
+        await eventually(lambda: len(agent.inputs.get("in", b"")) == 2 * MB)
         assert not agent.started[-1].stdin_data
+
+    async def test_a_start_does_not_wait_until_its_command_has_read_long_stdin(self, client: Client, node: Node) -> None:
+        path = await create(client)
+        agent = node.agent(path.rsplit("/", 1)[1])
+        agent.held, agent.reading = True, asyncio.Event()
+        data = base64.b64encode(bytes(2 * MB)).decode()
+        body = {"command": "cat", "stdin": data, "exec_id": "in", "mode": "start"}
+        answer = await asyncio.wait_for(client("POST", f"{path}/exec", body), 5)
+        assert (answer.json()["exec_id"], agent.inputs) == ("in", {})
+        agent.reading.set()
+        await eventually(lambda: len(agent.inputs.get("in", b"")) == 2 * MB)
+
+    @pytest.mark.parametrize("mode", ["start", "wait"])
+    async def test_a_repeated_call_does_not_feed_its_command_again(self, client: Client, node: Node, mode: str) -> None:
+        path = await create(client)
+        agent = node.agent(path.rsplit("/", 1)[1])
+        agent.held = True
+        data = base64.b64encode(bytes(2 * MB)).decode()
+        body = {"command": "cat", "stdin": data, "exec_id": "in", "mode": mode}
+        first = asyncio.ensure_future(client("POST", f"{path}/exec", body))
+        await eventually(lambda: len(agent.inputs.get("in", b"")) == 2 * MB)
+        second = asyncio.ensure_future(client("POST", f"{path}/exec", body))
+        channel = agent.channel
+        assert channel is not None
+        await eventually(lambda: sum(not stream.detached for stream in channel.streams) == 2)
+        agent.end("in", Exit(exec_id="in", stdout=b"ok", stdout_total=2))
+        assert [answer.status for answer in await asyncio.gather(first, second)] == [200, 200]
+        assert len(agent.inputs["in"]) == 2 * MB
 
     async def test_a_memory_kill_is_told_once(self, client: Client, node: Node) -> None:
         path = await create(client)
