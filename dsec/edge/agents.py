@@ -139,6 +139,7 @@ class Agents:
         for sandbox in list(self._inventory):
             if sandbox.state == "running" and any(layer.lazy for layer in sandbox.record.layers):
                 self._endings.fail(sandbox, "no blobfs served this node for too long: the data of its image can't be read any more")
+        self._inventory.layers.lose_lazy()
 
     def on_denied(self, denial: Denial) -> None:
         """The spawner says that a sandbox's filter refused a system call."""

@@ -130,7 +130,7 @@ class _Nothing(msgspec.Struct):
 
 
 class _Layers(msgspec.Struct):
-    layers: list[str]
+    layers: dict[str, bool]
 
 
 class _Usage(msgspec.Struct):
@@ -227,8 +227,8 @@ class Spawner:
         """Unmount a layer. Code ``conflict`` while a sandbox uses it."""
         await self._verbs.call("layer_unmount", {"meta": meta}, _Nothing)
 
-    async def layers(self) -> list[str]:
-        """Metadata digests (hex) of the layers that are mounted."""
+    async def layers(self) -> dict[str, bool]:
+        """Metadata digests (hex) of the layers that are mounted, each with whether its data is read through blobfs."""
         return (await self._verbs.call("layers", {}, _Layers)).layers
 
     async def create(self, spec: SandboxSpec) -> Spawned:

@@ -57,6 +57,10 @@ class Sweep:
         verdicts = {one: judge(records.get(one), kernel.get(one)) for one in sorted(records.keys() | kernel.keys())}
         await asyncio.gather(*(settle(sandbox_id, verdict) for sandbox_id, verdict in verdicts.items()))
         await self._drop_snapshots()
+        await self._inventory.layers.compare(self._inventory.clock.monotonic())
+        self._adopted = True
+        if self._due:
+            await self.round()
 
     def _register(self, record: Record) -> Sandbox:
         inventory = self._inventory

@@ -262,6 +262,7 @@ class Node:
         """Connections to agents that were begun."""
         self.creating = asyncio.Event()
         """A creation has reached the spawner."""
+        self.fail_unmount: list[SpawnerError] = []
         self.fail_create: list[SpawnerError] = []
         self.fail_snapshot: list[SpawnerError] = []
         self.snapshots: list[str] = []
@@ -336,10 +337,12 @@ class FakeSpawner:
             self._node.lazy.add(meta)
 
     async def layer_unmount(self, meta: str) -> None:
+        if self._node.fail_unmount:
+            raise self._node.fail_unmount.pop(0)
         del self._node.mounted[meta]
 
-    async def layers(self) -> list[str]:
-        return list(self._node.mounted)
+    async def layers(self) -> dict[str, bool]:
+        return {meta: meta in self._node.lazy for meta in self._node.mounted}
 
     async def snapshots(self) -> list[str]:
         return list(self._node.snapshots)

@@ -143,7 +143,7 @@ async def answered(call: Awaitable[object], fake: FakeSpawner, result: Map) -> t
         (lambda s: s.layer_mount("ab", None), {}, {"verb": "layer_mount", "meta": "ab", "blob": None, "lazy": False}, None),
         (lambda s: s.layer_mount("ab", "cd", lazy=True), {}, {"verb": "layer_mount", "meta": "ab", "blob": "cd", "lazy": True}, None),
         (lambda s: s.layer_unmount("ab"), {}, {"verb": "layer_unmount", "meta": "ab"}, None),
-        (lambda s: s.layers(), {"layers": ["ab"]}, {"verb": "layers"}, ["ab"]),
+        (lambda s: s.layers(), {"layers": {"ab": True}}, {"verb": "layers"}, {"ab": True}),
         (lambda s: s.hello(), FACTS, {"verb": "hello"}, msgspec.convert(FACTS, NodeFacts)),
         (
             lambda s: s.create(SPEC),
@@ -223,17 +223,17 @@ async def test_an_answer_without_what_it_must_have_is_an_error_of_that_call_only
     with pytest.raises(SpawnerError, match="create") as caught:
         await answered(spawner.create(SPEC), fake, {"pid": 7})
     assert caught.value.code == "internal"
-    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+    assert (await answered(spawner.layers(), fake, {"layers": {}}))[0] == {}
 
 
 async def test_events_reach_the_owner_between_replies(fake: FakeSpawner, spawner: Spawner, calls: Calls) -> None:
-    await answered(spawner.layers(), fake, {"layers": []})
+    await answered(spawner.layers(), fake, {"layers": {}})
     fake.send(msgspec.msgpack.encode({"event": "exited", "sandbox": "sb-1", "status": 9}))
     fake.send(msgspec.msgpack.encode({"event": "of a later version"}))
     assert await asyncio.wait_for(calls.exited.get(), DEADLINE_S) == ("sb-1", 9)
     fake.send(msgspec.msgpack.encode({"event": "denied", "sandbox": "sb-1", "call": "bpf", "pid": 7, "last": False}))
     assert await asyncio.wait_for(calls.denied.get(), DEADLINE_S) == Denial("sb-1", "bpf", 7, False)
-    assert (await answered(spawner.layers(), fake, {"layers": ["ab"]}))[0] == ["ab"]
+    assert (await answered(spawner.layers(), fake, {"layers": {"ab": False}}))[0] == {"ab": False}
 
 
 async def test_a_cancelled_call_leaves_the_others_alone_and_its_late_reply_is_dropped(fake: FakeSpawner, spawner: Spawner) -> None:
@@ -243,7 +243,7 @@ async def test_a_cancelled_call_leaves_the_others_alone_and_its_late_reply_is_dr
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     fake.reply(late, {})
-    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+    assert (await answered(spawner.layers(), fake, {"layers": {}}))[0] == {}
 
 
 async def test_calls_in_flight_are_lost_with_the_spawner_and_later_ones_wait_for_the_next(
@@ -256,8 +256,8 @@ async def test_calls_in_flight_are_lost_with_the_spawner_and_later_ones_wait_for
         await in_flight
     later = asyncio.create_task(spawner.layers())
     await fake.start()
-    fake.reply(await fake.request(), {"layers": ["ab"]})
-    assert await later == ["ab"]
+    fake.reply(await fake.request(), {"layers": {"ab": False}})
+    assert await later == {"ab": False}
     assert calls.reconnected.is_set()
 
 
@@ -267,7 +267,7 @@ async def test_a_spawner_that_dies_unasked_is_found_again_unasked(fake: FakeSpaw
     await fake.start()
     await asyncio.wait_for(fake.connections.get(), DEADLINE_S)
     await asyncio.wait_for(calls.reconnected.wait(), DEADLINE_S)
-    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+    assert (await answered(spawner.layers(), fake, {"layers": {}}))[0] == {}
 
 
 async def test_a_spawner_that_stays_away_fails_calls_after_their_patience(
@@ -318,11 +318,11 @@ async def test_a_frame_that_is_nonsense_breaks_the_connection_not_the_client(gar
     fake.writers[-1].write(garbage)
     with pytest.raises(SpawnerLost, match="frame"):
         await in_flight
-    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+    assert (await answered(spawner.layers(), fake, {"layers": {}}))[0] == {}
 
 
 async def test_answers_larger_than_a_socket_buffer_arrive_whole(fake: FakeSpawner, spawner: Spawner) -> None:
-    many = [f"{number:064x}" for number in range(20_000)]
+    many = {f"{number:064x}": False for number in range(20_000)}
     assert (await answered(spawner.layers(), fake, {"layers": many}))[0] == many
 
 

@@ -458,7 +458,7 @@ impl Server {
                 .node
                 .layers
                 .mounted()
-                .map(|digests| verbs::layers(id, &digests)),
+                .map(|mounted| verbs::layers(id, &mounted)),
             Verb::Limits {
                 sandbox,
                 limits,

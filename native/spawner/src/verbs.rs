@@ -357,12 +357,12 @@ pub fn hello(id: u64, facts: &Facts) -> Vec<u8> {
         .finish()
 }
 
-pub fn layers(id: u64, digests: &[String]) -> Vec<u8> {
-    digests
+pub fn layers(id: u64, mounted: &[(String, bool)]) -> Vec<u8> {
+    mounted
         .iter()
         .fold(
-            answer(id, 1).text("layers").array(digests.len()),
-            |out, digest| out.text(digest),
+            answer(id, 1).text("layers").map(mounted.len()),
+            |out, (digest, lazy)| out.text(digest).boolean(*lazy),
         )
         .finish()
 }
