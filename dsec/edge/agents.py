@@ -32,6 +32,9 @@ RECONNECT_TIMEOUT_S = 3.0
 """For a connection to an agent that was there a moment ago."""
 MACHINE_ID_BYTES = 33
 """Of /etc/machine-id: 32 digits and a newline (machine-id(5)). One that is empty or says "uninitialized" is none."""
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 1.0
+"""Between connections that break as soon as they are made: the pause doubles."""
 STATUS_WAIT_S = 1.0
 """How long a broken channel waits for the spawner to tell how the agent ended."""
 
@@ -150,16 +153,25 @@ class Agents:
 
     def _on_lost(self, sandbox: Sandbox, lost: ChannelLost) -> None:
         sandbox.channel = None
+        self.reconnect(sandbox, str(lost))
+
+    def reconnect(self, sandbox: Sandbox, why: str) -> None:
+        """A sandbox that runs has no channel: has one made again, or the sandbox failed, beside the caller."""
         if sandbox.state == "running" and not self._inventory.closing and sandbox.settling is None:
             sandbox.dead = asyncio.get_running_loop().create_future()
-            sandbox.settling = self._inventory.tasks.start(self._settle(sandbox, lost), f"settle {sandbox.id}")
+            sandbox.settling = self._inventory.tasks.start(self._settle(sandbox, why), f"settle {sandbox.id}")
 
-    async def _settle(self, sandbox: Sandbox, lost: ChannelLost) -> None:
+    async def _settle(self, sandbox: Sandbox, lost: str) -> None:
         """A channel broke: is the agent still there? Then it is connected again; else the sandbox has failed."""
+        pause = FIRST_PAUSE_S
         try:
-            if await self._reconnected(sandbox):
-                sandbox.note(self._inventory.clock.wall(), "channel", f"the channel broke ({lost}) and was made again")
-                return
+            while await self._reconnected(sandbox):
+                if sandbox.channel is not None or sandbox.state != "running":
+                    sandbox.note(self._inventory.clock.wall(), "channel", f"the channel broke ({lost}) and was made again")
+                    return
+                # It broke while what runs was being followed.
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE_S)
             assert sandbox.dead is not None
             try:
                 async with asyncio.timeout(STATUS_WAIT_S):

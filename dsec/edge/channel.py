@@ -509,6 +509,9 @@ class Channel(asyncio.BufferedProtocol):
                 await loop.create_unix_connection(lambda: channel, path)
                 if channel._hello is not None:
                     await channel._hello
+            if channel._lost is not None:
+                # Right behind HELLO: on_lost was not called.
+                raise channel._lost
         except (OSError, TimeoutError, ChannelLost) as error:
             channel.close()
             raise ChannelLost(f"no chronus at {path}: {error or 'no HELLO in time'}") from error

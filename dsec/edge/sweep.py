@@ -166,8 +166,11 @@ class Sweep:
             entry = kernel.get(sandbox.id)
             if sandbox.state != "running" or sandbox.settling is not None:
                 continue
-            self._endings.fail(sandbox, "nothing of it is left" if entry is None else "its agent died unseen")
-        await inventory.layers.forget_unmounted()
+            if entry is None or not entry.alive:
+                self._endings.fail(sandbox, "nothing of it is left" if entry is None else "its agent died unseen")
+            elif sandbox.channel is None:
+                self._agents.reconnect(sandbox, "unseen")
+        await inventory.layers.compare(inventory.clock.monotonic())
 
     async def _drop_snapshots(self) -> None:
         """A snapshot serves one request: what no request here works on is left of one that was cut off."""

@@ -51,6 +51,10 @@ class Agent:
         self.channel: FakeChannel | None = None
         self.outputs: dict[str, list[bytes]] = {}
         self.inputs: dict[str, bytearray] = {}
+        self.broken_listings = 0
+        """So many of the next listings break the channel."""
+        self.reading: asyncio.Event | None = None
+        """No command takes input before it is set."""
         self.held = False
         """Commands don't end by themselves."""
         self.exit_of: Callable[[Start], Exit] = lambda start: Exit(exec_id=start.exec_id, exit_code=0, stdout=b"ok\n", stdout_total=3)
@@ -216,6 +220,11 @@ class FakeChannel:
         raise ChannelError("connection_refused", "Connection refused", errno.ECONNREFUSED)
 
     async def list(self) -> list[ExecEntry]:
+        if self._agent.broken_listings:
+            self._agent.broken_listings -= 1
+            self.lose("the connection was reset")
+            await asyncio.sleep(0)
+            raise ChannelLost("the connection was reset")
         return [ExecEntry(exec_id=name, argv=[b"x"], pid=7, running=not ended.done()) for name, ended in self._agent.commands.items()]
 
     async def signal(self, exec_id: str, number: int, *, tree: bool = False) -> None: ...

@@ -7,7 +7,7 @@ import hashlib
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -394,6 +394,21 @@ async def test_a_request_too_large_for_a_frame_is_refused_here(channel: Channel)
 async def test_an_idle_chronus_is_small(chronus: ChronusProcess, channel: Channel) -> None:
     await in_time(channel.run(sh("true")))
     assert chronus.rss() < 3 * MB
+
+
+async def test_a_connection_that_ends_right_behind_its_hello_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(make: Callable[[], Channel], path: str) -> None:
+        frame = b"\0\0\0\x16\x94\xce\0\0\0\0\x20\xcf\0\0\0\0\0\0\0\x01\xc6\0\0\0\x01\x80"
+        protocol = make()
+        protocol.get_buffer(-1)[: len(frame)] = frame
+        protocol.buffer_updated(len(frame))
+        protocol.connection_lost(None)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", connect)
+    lost: list[ChannelLost] = []
+    with pytest.raises(ChannelLost, match="closed by the other side"):
+        await Channel.connect("/nowhere", on_lost=lost.append)
+    assert lost == []
 
 
 async def test_no_chronus_is_said_at_once(tmp_path: Path) -> None:

@@ -267,6 +267,28 @@ class TestFailure:
         node.agent(info.id).end("job", Exit(exit_code=3))
         assert (await again).json()["exit_code"] == 3
 
+    async def test_a_channel_that_breaks_again_while_what_runs_is_being_followed_is_made_again(self, edge: Edge, node: Node) -> None:
+        node.held = True
+        info = await create(edge)
+        sandbox, agent = edge.sandboxes.live(info.id), node.agent(info.id)
+        assert sandbox is not None
+        await Client(edge)("POST", f"/v1/sandboxes/{info.id}/exec", {"command": "x", "exec_id": "job", "mode": "start"})
+        agent.broken_listings = 2
+        assert agent.channel is not None
+        agent.channel.lose("the connection was reset")
+        await eventually(lambda: not agent.broken_listings and sandbox.settling is None)
+        assert (sandbox.state, sandbox.channel) == ("running", agent.channel)
+        assert (await Client(edge)("GET", f"/v1/sandboxes/{info.id}/exec")).status == 200
+
+    async def test_the_sweep_connects_a_running_sandbox_that_has_no_channel(self, edge: Edge) -> None:
+        info = await create(edge)
+        sandbox = edge.sandboxes.live(info.id)
+        assert sandbox is not None
+        sandbox.close_channel()
+        await edge.sandboxes.sweep.round()
+        await eventually(lambda: sandbox.channel is not None and sandbox.settling is None)
+        assert sandbox.state == "running"
+
     async def test_keep_on_failure_keeps_the_scratch_until_stop(self, edge: Edge, node: Node) -> None:
         info = await create(edge, keep_on_failure=True)
         node.kill_agent(info.id)
