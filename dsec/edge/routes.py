@@ -13,7 +13,7 @@ from dsec.edge.call import Call, Disconnected, Socket
 from dsec.edge.channel import ChannelError, ChannelLost
 from dsec.edge.create import Creation
 from dsec.edge.exec import Commands
-from dsec.edge.failures import as_error, incident
+from dsec.edge.failures import as_error
 from dsec.edge.files import Files
 from dsec.edge.forks import Forks
 from dsec.edge.info import Information
@@ -26,7 +26,8 @@ from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.spawner import SpawnerError
 from dsec.edge.states import Call as Kind
 from dsec.edge.states import takes
-from libdsec.errors import DSecError, InvalidArgument, NotFound
+from dsec.http_errors import MethodNotAllowed, incident
+from libdsec.errors import DSecError, NotFound
 
 _log = structlog.get_logger("dsec.edge")
 
@@ -34,12 +35,6 @@ PREFIX = "/v1/sandboxes"
 ANY = "*"
 """Every method."""
 WEBSOCKET = "WS"
-
-
-class MethodNotAllowed(InvalidArgument):
-    """The path exists, the method doesn't."""
-
-    status = 405
 
 
 @dataclass(frozen=True)

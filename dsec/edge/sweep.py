@@ -10,7 +10,6 @@ from dsec.edge.adoption import Verdict, judge
 from dsec.edge.agents import Agents
 from dsec.edge.channel import ChannelError, ChannelLost
 from dsec.edge.endings import Endings
-from dsec.edge.failures import incident
 from dsec.edge.inventory import Inventory
 from dsec.edge.journal import JournalError
 from dsec.edge.lifetimes import Lifetimes
@@ -18,6 +17,7 @@ from dsec.edge.orphans import Orphans
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.spawner import KernelSandbox, SpawnerError
+from dsec.http_errors import incident
 from libdsec.errors import DSecError
 
 _log = structlog.get_logger("dsec.edge")

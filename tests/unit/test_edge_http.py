@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 from edge_fakes import Client, Node, eventually, open_edge
 
 from dsec.edge import Edge
@@ -179,6 +180,13 @@ class TestErrors:
         [
             (SpawnerLost("x"), "unavailable"),
             (SpawnerError("no_capacity", "x"), "no_capacity"),
+            (SpawnerError("no_space", "x"), "no_capacity"),
+            (SpawnerError("timeout", "x"), "unavailable"),
+            (SpawnerError("invalid_layer", "x"), "image_error"),
+            (SpawnerError("image_error", "x"), "image_error"),
+            (SpawnerError("conflict", "x"), "conflict"),
+            (SpawnerError("failed", "x"), "internal"),
+            (SpawnerError("internal", "x"), "internal"),
             (SpawnerError("something_new", "x"), "internal"),
             (ChannelLost("x"), "sandbox_failed"),
             (ChannelError("process_not_found", "x", 0), "process_not_found"),
@@ -188,7 +196,11 @@ class TestErrors:
         ],
     )
     def test_failures_below_have_one_code_each(self, failure: Exception, code: str) -> None:
-        assert as_error(failure).code == code
+        with structlog.testing.capture_logs() as logs:
+            error = as_error(failure)
+        assert error.code == code
+        # What is our fault is an incident: the log has it, the caller its name.
+        assert [log["incident"] for log in logs] == ([error.reason] if code == "internal" else [])
 
     @pytest.mark.parametrize(
         ("number", "code", "status"),
