@@ -385,6 +385,8 @@ class FakeSpawner:
         node = self._node
         if node.fail_kill:
             raise node.fail_kill.pop(0)
+        if node.kill_gate is not None:
+            await node.kill_gate.wait()
         node.kills.append((sandbox, keep_scratch))
         found = node.kernel.get(sandbox)
         if found is not None:

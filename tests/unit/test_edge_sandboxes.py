@@ -203,6 +203,23 @@ class TestStop:
         assert (await stopping).state == "stopped"
         assert nothing_left(edge, node)
 
+    async def test_a_stop_during_a_creation_that_failed_leaves_the_layers_to_the_others_that_use_them(self, edge: Edge, node: Node) -> None:
+        other = await create(edge)
+        node.fail_create.append(SpawnerError("image_error", "the layer is broken"))
+        node.kill_gate = asyncio.Event()
+        creating = asyncio.ensure_future(create(edge))
+        await eventually(lambda: edge.sandboxes.counts() == {"running": 1, "failed": 1})
+        (failed,) = [sandbox for sandbox in edge.sandboxes.inventory if sandbox.id != other.id]
+        stopping = asyncio.ensure_future(edge.sandboxes.stop(failed, "stopped by request"))
+        await eventually(lambda: failed.stopping is not None)
+        node.kill_gate.set()
+        await stopping
+        with pytest.raises(DSecError, match="the layer is broken"):
+            await creating
+        assert edge.in_use() == {"a" * 64}
+        await stop(edge, other)
+        assert nothing_left(edge, node)
+
     async def test_a_stop_while_the_spawner_is_away_is_finished_by_the_sweep(self, edge: Edge, node: Node) -> None:
         info = await create(edge)
         node.fail_kill.extend([SpawnerLost("it ended")] * 3)
