@@ -510,6 +510,17 @@ class TestPorts:
         assert PortSigner.from_file(tmp_path / "ports.key").good("sb-a", 80, signature)
         assert (tmp_path / "ports.key").stat().st_mode & 0o777 == 0o600
 
+    @pytest.mark.parametrize("torn", [b"", b"x" * 31])
+    async def test_a_secret_of_which_only_a_part_was_written_is_made_anew(self, tmp_path: Path, torn: bytes) -> None:
+        path = tmp_path / "ports.key"
+        path.write_bytes(torn)
+        signature = PortSigner.from_file(path).sign("sb-a", 80)
+        assert not PortSigner(torn).good("sb-a", 80, signature)
+        assert len(path.read_bytes()) == 32
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert PortSigner.from_file(path).good("sb-a", 80, signature)
+        assert list(tmp_path.iterdir()) == [path]
+
     async def test_the_url_leads_to_the_port_and_a_closed_port_says_so(self, client: Client, edge: Edge) -> None:
         path = await create(client)
         url = (await client("GET", f"{path}/url/8000")).json()["url"]
