@@ -18,8 +18,6 @@ MAX_PAYLOAD = 4 << 20
 """The most that a frame may carry: a command line of 1 MiB in one-byte arguments takes three times that much."""
 PIECE_BYTES = 256 << 10
 """Standard input travels in pieces of at most this size."""
-INITIAL_CREDIT = 1 << 20
-"""Bytes of each output that chronus sends before it was told that they were taken."""
 CREDIT_PIECE = 256 << 10
 """Credit is returned in pieces of at least this size (or when the reader has nothing left to read)."""
 READ_BUFFER = bytearray(1 << 20)

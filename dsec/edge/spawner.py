@@ -245,14 +245,6 @@ class Spawner:
         sandbox that isn't there, any leftovers are removed."""
         return await self._verbs.call("kill", {"sandbox": sandbox, "keep_scratch": keep_scratch}, KillFigures)
 
-    async def limits(
-        self, sandbox: str, *, memory: int | None = None, cpu_millis: int | None = None, pids: int | None = None, disk: int | None = None
-    ) -> None:
-        """Change limits of a running sandbox (units as in SandboxSpec); None leaves one as it is."""
-        wanted = {"memory": memory, "cpu_millis": cpu_millis, "pids": pids, "disk": disk}
-        given = {name: value for name, value in wanted.items() if value is not None}
-        await self._verbs.call("limits", {"sandbox": sandbox, **given}, _Nothing)
-
     async def usage(self, sandboxes: Iterable[str]) -> dict[str, int]:
         """Bytes that each sandbox's writable layer takes; one that isn't there is left out."""
         return (await self._verbs.call("usage", {"sandboxes": list(sandboxes)}, _Usage)).disk

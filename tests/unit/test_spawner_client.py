@@ -181,7 +181,6 @@ async def answered(call: Awaitable[object], fake: FakeSpawner, result: Map) -> t
             {"verb": "kill", "sandbox": "sb-1", "keep_scratch": True},
             KillFigures(cpu_us=5, memory_peak=6, oom_kills=1, disk=8),
         ),
-        (lambda s: s.limits("sb-1", pids=9), {}, {"verb": "limits", "sandbox": "sb-1", "pids": 9}, None),
         (lambda s: s.usage(iter(["sb-1"])), {"disk": {"sb-1": 4096}}, {"verb": "usage", "sandboxes": ["sb-1"]}, {"sb-1": 4096}),
         (
             lambda s: s.list(),
