@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from dsec.cli.run import CliError
@@ -33,6 +34,15 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 _CGROUP = re.compile(r"[a-z0-9-]{1,40}")
 
 
+class Mounts(StrEnum):
+    """How layers are mounted."""
+
+    auto = "auto"
+    """From files and by descriptor, where the kernel can."""
+    classic = "classic"
+    """From loop devices and by path, as kernels before 6.12 and 6.15 need it."""
+
+
 @dataclass(frozen=True)
 class Instance:
     """What tells one instance from another; several with different values run side by side."""
@@ -43,6 +53,8 @@ class Instance:
     uid_base: int
     service_uid: int
     scratch_mb: int
+    mounts: str = "auto"
+    """How layers are mounted: a value of :class:`Mounts`."""
 
     def check(self) -> None:
         """Raises CliError for values that can't work."""
@@ -66,6 +78,7 @@ class Instance:
             *("--uid-base", str(self.uid_base)),
             *("--service-uid", str(self.service_uid)),
             *("--scratch-mb", str(self.scratch_mb)),
+            *("--mounts", self.mounts),
             *("--chronus", str(binary("chronus"))),
         ]
 

@@ -59,6 +59,10 @@ def up(
         typer.Option(help="Store that nodes share images through: a directory, or s3://BUCKET/PREFIX?endpoint=URL&credentials=FILE."),
     ] = None,
     prefetch: Annotated[bool, typer.Option(help="Fetch ahead what an earlier run is known to have read of an image.")] = True,
+    mounts: Annotated[
+        inst.Mounts,
+        typer.Option(help="How layers are mounted; classic: by loop devices and paths, also where the kernel can do better."),
+    ] = inst.Mounts.auto,
     service_uid: Annotated[int | None, typer.Option(help="Who the service runs as. Default: the user `dsec`, else 64913.")] = None,
     allow_registry: Annotated[
         list[str] | None,
@@ -77,7 +81,7 @@ def up(
     with reported():
         _require_root("up")
         uid = inst.default_service_uid() if service_uid is None else service_uid
-        instance = Instance(run_dir, state_dir, cgroup, uid_base, uid, scratch_mb)
+        instance = Instance(run_dir, state_dir, cgroup, uid_base, uid, scratch_mb, mounts.value)
         instance.check()
         listen = [
             *("--host", host),

@@ -26,6 +26,9 @@ const DEVICES: &[&str] = &[
     "c 10:229 rwm",
 ];
 
+/// Loop devices and their control, where layers need them: for the spawner too, as /dev/fuse is.
+const LOOP_DEVICES: &[&str] = &["c 10:237 rwm", "b 7:* rwm"];
+
 /// Scheduler period of a CPU quota, the kernel's default.
 const PERIOD_US: u64 = 100_000;
 
@@ -123,8 +126,8 @@ fn mounted() -> io::Result<Vec<(String, Option<Vec<String>>)>> {
 }
 
 impl Cgroups {
-    /// Opens (and makes, where missing) the root group `name` in every hierarchy that matters.
-    pub fn open(name: &str) -> io::Result<Self> {
+    /// Opens (and makes, where missing) the root group `name` in every hierarchy that matters. `loops`: the spawner needs loop devices.
+    pub fn open(name: &str, loops: bool) -> io::Result<Self> {
         let mut v1 = Vec::new();
         let mut v2 = None;
         for (point, controllers) in mounted()? {
@@ -172,16 +175,17 @@ impl Cgroups {
             }
         };
         let groups = Cgroups { v1, v2, mode };
-        groups.limit_devices()?;
+        groups.limit_devices(loops)?;
         Ok(groups)
     }
 
-    fn limit_devices(&self) -> io::Result<()> {
+    fn limit_devices(&self, loops: bool) -> io::Result<()> {
         if let Some(hierarchy) = self.v1.iter().find(|one| one.has("devices")) {
             let root = hierarchy.root.as_raw_fd();
             // A group that already has children refuses a new list; then an earlier spawner of this instance wrote it.
             if sysapi::write_at(root, c"devices.deny", b"a").is_ok() {
-                for device in DEVICES {
+                let more = if loops { LOOP_DEVICES } else { &[] };
+                for device in DEVICES.iter().chain(more) {
                     sysapi::write_at(root, c"devices.allow", device.as_bytes())?;
                 }
             }

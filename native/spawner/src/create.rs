@@ -259,7 +259,7 @@ fn raise(
     let tree = node.layers.tree(TreeSpec {
         layers: spec.layers.clone(),
         volume: node.scratch.open_volume(&spec.id)?,
-        userns: sysapi::user_namespace(newborn.pidfd.as_raw_fd())?,
+        userns: sysapi::user_namespace(newborn.pidfd.as_raw_fd(), pid)?,
         root_id: base,
         cover: covers::Key {
             memory: spec.memory,

@@ -5,16 +5,19 @@
 //! detached descriptors. Layers are given by descriptor throughout, so no path of the host shows up inside.
 
 use std::collections::HashMap;
-use std::ffi::{CString, OsStr};
+use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{mpsc, Arc, Mutex, MutexGuard, PoisonError};
 
 use sha2::{Digest, Sha256};
 
+use crate::doctor::filesystems;
+use crate::loops::{self, Access};
 use crate::sysapi::{
     self, attach_mount, clone_mount, set_mount_attributes, FsContext, MOUNT_ATTR_IDMAP,
     MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_NOSUID, MOUNT_ATTR_RDONLY,
@@ -73,9 +76,48 @@ pub struct Layers {
     jobs: mpsc::Sender<Job>,
 }
 
+/// How layers are mounted, as the command line has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mounts {
+    /// From files and by descriptor, where the kernel can.
+    Auto,
+    /// From loop devices and by path, as kernels before 6.12 and 6.15 need it.
+    Classic,
+}
+
+impl Mounts {
+    pub fn name(self) -> &'static str {
+        match self {
+            Mounts::Auto => "auto",
+            Mounts::Classic => "classic",
+        }
+    }
+}
+
+/// What layers are mounted by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Means {
+    /// Block devices, for the kernel mounts no EROFS from files of this state directory.
+    pub loops: bool,
+    /// Paths, for it stacks only what is attached somewhere.
+    pub paths: bool,
+}
+
+impl Means {
+    /// Found by trying. Must be called in the host's mount namespace.
+    pub fn of(mounts: Mounts, state_dir: &Path) -> Self {
+        let classic = mounts == Mounts::Classic;
+        Means {
+            loops: classic || filesystems::mount_erofs(state_dir, false).is_err(),
+            paths: classic || filesystems::stack_by_descriptor().is_err(),
+        }
+    }
+}
+
 /// What those threads share.
 struct Pinned {
     layers: Mutex<HashMap<String, Mounted>>,
+    means: Means,
     covers: Mutex<HashMap<covers::Key, Arc<Vec<CString>>>>,
     dev: OwnedFd,
     sys: OwnedFd,
@@ -128,6 +170,17 @@ const DEV: &str = "/dev";
 const SYS: &str = "/sys";
 const PROC: &str = "/proc";
 const COVERS: &str = "/covers";
+/// Where layers are attached while they are stacked, if that is needed.
+const STACK: &str = "/stack";
+
+/// How overlays are mounted. Volatile: scratch needs no fsync. No metacopy and no followed redirects: an upper layer is its owner's word.
+const OVERLAY_FLAG: &CStr = c"volatile";
+const OVERLAY_OPTIONS: [(&CStr, &CStr); 4] = [
+    (c"redirect_dir", c"nofollow"),
+    (c"metacopy", c"off"),
+    (c"index", c"off"),
+    (c"xino", c"auto"),
+];
 
 fn text(value: impl AsRef<OsStr>) -> io::Result<CString> {
     CString::new(value.as_ref().as_bytes()).map_err(io::Error::other)
@@ -180,6 +233,7 @@ impl Layers {
     pub fn open(
         pin: &Path,
         staging: &Path,
+        means: Means,
         scratch: impl FnOnce() -> io::Result<File>,
     ) -> io::Result<(Self, OwnedFd)> {
         let (jobs, inbox) = mpsc::channel::<Job>();
@@ -214,7 +268,7 @@ impl Layers {
                         &text(SCRATCH)?,
                         libc::O_RDONLY | libc::O_DIRECTORY,
                     )?;
-                    Ok((Pinned::recover()?, root))
+                    Ok((Pinned::recover(means)?, root))
                 });
                 match state {
                     Ok((state, root)) => {
@@ -523,8 +577,12 @@ fn blobs_connection() -> io::Result<Option<u32>> {
 }
 
 impl Pinned {
-    /// Finds what is mounted in the namespace already.
-    fn recover() -> io::Result<Self> {
+    /// Finds what is mounted in the namespace already, and takes down what an earlier spawner was about to stack.
+    fn recover(means: Means) -> io::Result<Self> {
+        std::fs::create_dir_all(STACK)?;
+        for entry in std::fs::read_dir(STACK)?.flatten() {
+            clear_stage(&entry.path())?;
+        }
         let mut layers = HashMap::new();
         for directory in [LAYERS, LAZY] {
             std::fs::create_dir_all(directory)?;
@@ -537,6 +595,7 @@ impl Pinned {
         }
         Ok(Pinned {
             layers: Mutex::new(layers),
+            means,
             covers: Mutex::default(),
             dev: point(&Path::new(DEV).join("template"))?,
             sys: point(Path::new(SYS))?,
@@ -548,31 +607,11 @@ impl Pinned {
         if layers.contains_key(&digest) {
             return Ok(());
         }
-        let context = FsContext::open(c"erofs")?;
-        let by_descriptor = |file: &File| text(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        context.set(c"source", &by_descriptor(metadata)?)?;
+        let mount = self.mount_erofs(&digest, metadata, data)?;
         let directory = match data {
-            Data::None => LAYERS,
-            Data::File(blob) => {
-                context.set(c"device", &by_descriptor(blob)?)?;
-                LAYERS
-            }
-            Data::Lazy(blob) => {
-                context.set(c"device", &by_descriptor(blob)?)?;
-                // Past the page cache of blobfs' file: what is read isn't kept twice, and a read that is cut short because its reader is killed can't be
-                // filled up with zeros for everybody (Linux 7.0-rc1 still did that).
-                context.set_flag(c"directio")?;
-                LAZY
-            }
+            Data::None | Data::File(_) => LAYERS,
+            Data::Lazy(_) => LAZY,
         };
-        let mount = context
-            .mount(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV)
-            .map_err(|error| {
-                io::Error::new(
-                    error.kind(),
-                    format!("mounting the layer: {error}; {}", context.log()),
-                )
-            })?;
         let place = Path::new(directory).join(&digest);
         std::fs::create_dir(&place)?;
         attach_mount(mount.as_raw_fd(), &text(&place)?)
@@ -582,16 +621,60 @@ impl Pinned {
         Ok(())
     }
 
+    /// A detached mount of a layer's files, or of loop devices over them.
+    fn mount_erofs(&self, digest: &str, metadata: &File, data: &Data) -> io::Result<OwnedFd> {
+        let context = FsContext::open(c"erofs")?;
+        // The devices must outlive the mount call: after it, the mount holds them.
+        let mut devices = Vec::new();
+        let mut give = |key: &CStr, file: &File| {
+            let mut descriptor = file.as_raw_fd();
+            if self.means.loops {
+                let device = loops::attach(file, digest.as_bytes(), Path::new("/"), Access::Read);
+                let device = named("a loop device for the layer", device)?;
+                descriptor = device.as_raw_fd();
+                devices.push(device);
+            }
+            context.set(key, &text(format!("/proc/self/fd/{descriptor}"))?)
+        };
+        // Read-only devices are mounted only if that is asked for.
+        context.set_flag(c"ro")?;
+        give(c"source", metadata)?;
+        match data {
+            Data::None => {}
+            Data::File(blob) => give(c"device", blob)?,
+            Data::Lazy(blob) => {
+                give(c"device", blob)?;
+                // Past the page cache of blobfs' file: what is read isn't kept twice, and a read that is cut short because its reader is killed can't be
+                // filled up with zeros for everybody (Linux 7.0-rc1 still did that). A loop device does so by itself.
+                if !self.means.loops {
+                    context.set_flag(c"directio")?;
+                }
+            }
+        }
+        context
+            .mount(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV)
+            .map_err(|error| {
+                io::Error::new(
+                    error.kind(),
+                    format!("mounting the layer: {error}; {}", context.log()),
+                )
+            })
+    }
+
     fn tree(&self, spec: &TreeSpec) -> io::Result<Tree> {
         let userns = spec.userns.as_raw_fd();
         // overlayfs acts on the writable layer with the ids of whoever mounts it, and those must have a place in the sandbox's map.
         let root = with_file_ids(spec.root_id, || self.overlay(spec, userns))?;
         let dev = clone_mount(self.dev.as_raw_fd(), c"")?;
-        set_mount_attributes(
-            dev.as_raw_fd(),
-            MOUNT_ATTR_IDMAP | MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC,
-            Some(userns),
-        )?;
+        let attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC;
+        let mapped = attributes | MOUNT_ATTR_IDMAP;
+        // Before Linux 6.3 a tmpfs can't be mapped: then the devices belong to nobody, and work.
+        set_mount_attributes(dev.as_raw_fd(), mapped, Some(userns)).or_else(|error| match error
+            .raw_os_error()
+        {
+            Some(libc::EINVAL) => set_mount_attributes(dev.as_raw_fd(), attributes, None),
+            _ => Err(error),
+        })?;
         Ok(Tree {
             root,
             sys: sysapi::clone_mounts(self.sys.as_raw_fd())?,
@@ -606,11 +689,7 @@ impl Pinned {
             clone_mount(spec.volume.as_raw_fd(), c"."),
         )?;
         set_mount_attributes(volume.as_raw_fd(), MOUNT_ATTR_IDMAP, Some(userns))?;
-        let upper = sysapi::open_at(volume.as_raw_fd(), c"u", libc::O_PATH | libc::O_DIRECTORY)?;
-        let work = sysapi::open_at(volume.as_raw_fd(), c"w", libc::O_PATH | libc::O_DIRECTORY)?;
-        let context = FsContext::open(c"overlay")?;
-        // A detached mount lasts as long as its descriptor: these must outlive the creation of the overlay.
-        let mut mapped_layers = Vec::with_capacity(spec.layers.len());
+        let mut layers = Vec::with_capacity(spec.layers.len());
         for digest in &spec.layers {
             let layer = lock(&self.layers)
                 .get(digest)
@@ -626,27 +705,13 @@ impl Pinned {
                 "mapping the layer's ids",
                 set_mount_attributes(mapped.as_raw_fd(), MOUNT_ATTR_IDMAP, Some(userns)),
             )?;
-            context.set_fd(c"lowerdir+", mapped.as_raw_fd())?;
-            mapped_layers.push(mapped);
+            layers.push(mapped);
         }
-        context.set_fd(c"upperdir", upper.as_raw_fd())?;
-        context.set_fd(c"workdir", work.as_raw_fd())?;
-        // Volatile: scratch needs no fsync. No metacopy and no followed redirects: an upper layer is its owner's word.
-        context.set_flag(c"volatile")?;
-        for (key, value) in [
-            (c"source", c"overlay"),
-            (c"redirect_dir", c"nofollow"),
-            (c"metacopy", c"off"),
-            (c"index", c"off"),
-            (c"xino", c"auto"),
-            // An id of its own would be written into the layer, and nobody asks for it.
-            (c"uuid", c"null"),
-        ] {
-            context.set(key, value)?;
+        if self.means.paths {
+            stack_by_path(&volume, &layers)
+        } else {
+            stack(&volume, &layers)
         }
-        context.mount(MOUNT_ATTR_NODEV).map_err(|error| {
-            io::Error::new(error.kind(), format!("overlay: {error}; {}", context.log()))
-        })
     }
 
     /// Detached mounts of the covers for these limits, whose files are made on first use (or were, by an earlier spawner).
@@ -683,6 +748,98 @@ impl Pinned {
         known.insert(key.clone(), paths.clone());
         Ok(paths)
     }
+}
+
+/// A detached overlay of these detached layers, the top one first, with the writable one in `volume`.
+fn stack(volume: &OwnedFd, layers: &[OwnedFd]) -> io::Result<OwnedFd> {
+    let below = |name| {
+        let flags = libc::O_PATH | libc::O_DIRECTORY;
+        sysapi::open_at(volume.as_raw_fd(), name, flags)
+    };
+    let context = FsContext::open(c"overlay")?;
+    for layer in layers {
+        context.set_fd(c"lowerdir+", layer.as_raw_fd())?;
+    }
+    context.set_fd(c"upperdir", below(c"u")?.as_raw_fd())?;
+    context.set_fd(c"workdir", below(c"w")?.as_raw_fd())?;
+    context.set_flag(OVERLAY_FLAG)?;
+    // An id of its own would be written into the layer, and nobody asks for it.
+    let own = [(c"source", c"overlay"), (c"uuid", c"null")];
+    for (key, value) in OVERLAY_OPTIONS.into_iter().chain(own) {
+        context.set(key, value)?;
+    }
+    context.mount(MOUNT_ATTR_NODEV).map_err(|error| {
+        io::Error::new(error.kind(), format!("overlay: {error}; {}", context.log()))
+    })
+}
+
+/// The same on kernels that stack attached layers only: they are attached to a place of the namespace's until the overlay has its own copies.
+fn stack_by_path(volume: &OwnedFd, layers: &[OwnedFd]) -> io::Result<OwnedFd> {
+    let stage = Stage::new()?;
+    let volume = stage.attach("v", volume)?;
+    let lower: io::Result<Vec<String>> = (0..)
+        .zip(layers)
+        .map(|(index, layer)| stage.attach(&index.to_string(), layer))
+        .collect();
+    let mut options = format!(
+        "{},lowerdir={},upperdir={volume}/u,workdir={volume}/w",
+        OVERLAY_FLAG.to_string_lossy(),
+        lower?.join(":")
+    );
+    for (key, value) in OVERLAY_OPTIONS {
+        options += &format!(",{}={}", key.to_string_lossy(), value.to_string_lossy());
+    }
+    let target = text(stage.directory("o")?)?;
+    let kind = Some(c"overlay");
+    named(
+        "overlay",
+        sysapi::mount(kind, &target, kind, libc::MS_NODEV, Some(&text(options)?)),
+    )?;
+    clone_mount(libc::AT_FDCWD, &target)
+}
+
+/// Where the mounts of one sandbox are attached for a moment.
+struct Stage(PathBuf);
+
+impl Stage {
+    fn new() -> io::Result<Self> {
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        let number = LAST.fetch_add(1, Ordering::Relaxed);
+        let place = Path::new(STACK).join(number.to_string());
+        std::fs::create_dir(&place)?;
+        Ok(Stage(place))
+    }
+
+    fn directory(&self, name: &str) -> io::Result<PathBuf> {
+        let path = self.0.join(name);
+        std::fs::create_dir(&path)?;
+        Ok(path)
+    }
+
+    fn attach(&self, name: &str, mount: &OwnedFd) -> io::Result<String> {
+        let path = self.directory(name)?;
+        attach_mount(mount.as_raw_fd(), &text(&path)?)?;
+        Ok(path.to_string_lossy().into_owned())
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        // What stays is taken down by the next spawner.
+        if let Err(error) = clear_stage(&self.0) {
+            eprintln!("dsec-spawner: {}: {error}", self.0.display());
+        }
+    }
+}
+
+fn clear_stage(place: &Path) -> io::Result<()> {
+    for entry in std::fs::read_dir(place)?.flatten() {
+        let path = entry.path();
+        let point = text(&path)?;
+        while sysapi::unmount(&point, libc::MNT_DETACH).is_ok() {}
+        std::fs::remove_dir(&path)?;
+    }
+    std::fs::remove_dir(place)
 }
 
 /// Whether `text` is a sha256 digest in hex.

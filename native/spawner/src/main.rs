@@ -13,6 +13,7 @@ mod fuse;
 mod keeper;
 mod kill;
 mod layers;
+mod loops;
 mod node;
 mod options;
 mod registry;

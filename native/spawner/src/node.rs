@@ -12,7 +12,7 @@ use crate::cgroup::Cgroups;
 use crate::child::MASKS;
 use crate::fuse::Fuse;
 use crate::keeper::{self, Keeper};
-use crate::layers::{self, Data, Layers};
+use crate::layers::{self, Data, Layers, Means};
 use crate::options::Options;
 use crate::scratch::{self, Scratch};
 use crate::sysapi;
@@ -127,11 +127,12 @@ impl Node {
         directory(&options.state_dir.join("packs"), 0o711)?;
         let chronus = install(&options.chronus, &run.join("bin/chronus"))?;
         let mklayer = install(&options.mklayer, &run.join("bin/dsec-mklayer"))?;
+        let means = Means::of(options.mounts, &options.state_dir);
         let image = scratch_image(options);
         let megabytes = options.scratch_mb;
         let staging = run.join("stage");
         directory(&staging, 0o700)?;
-        let (layers, scratch_root) = Layers::open(&pin(options), &staging, move || {
+        let (layers, scratch_root) = Layers::open(&pin(options), &staging, means, move || {
             named(
                 "the scratch filesystem",
                 scratch::make_image(&image, megabytes),
@@ -141,7 +142,10 @@ impl Node {
                 scratch::attach_loop(&image),
             )
         })?;
-        let cgroups = named("control groups", Cgroups::open(&options.cgroup))?;
+        let cgroups = named(
+            "control groups",
+            Cgroups::open(&options.cgroup, means.loops),
+        )?;
         let null = File::options().read(true).write(true).open("/dev/null")?;
         let (keeper, held) = named(
             "the keeper of blobs",

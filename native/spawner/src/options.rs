@@ -4,6 +4,8 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
+use crate::layers::Mounts;
+
 /// First host uid of sandboxes: above what /etc/subuid hands out by habit, with room for thousands of ranges below 2^31.
 const DEFAULT_UID_BASE: u32 = 0x1000_0000;
 /// A number that distributions give to nobody for good.
@@ -43,6 +45,7 @@ dsec-spawner: every privileged act of the service, behind one socket
   --uid-base N         first host uid of sandboxes (268435456)
   --service-uid N      who may call the daemon, and whom the service runs as (64913)
   --scratch-mb N       MiB allocated for writable layers when there are none yet (16384)
+  --mounts MEANS       auto; or classic: layers by loop devices and by path, as kernels before 6.15 need (auto)
   --chronus FILE       the agent's program (chronus beside this program)
   --mklayer FILE       the program that makes layers (dsec-mklayer beside this program)
   --code DIR           supervise: the directory that the service's code is read from
@@ -75,6 +78,8 @@ pub struct Options {
     pub service_uid: u32,
     /// MiB of the scratch file.
     pub scratch_mb: u64,
+    /// How layers are mounted.
+    pub mounts: Mounts,
     pub chronus: PathBuf,
     pub mklayer: PathBuf,
     /// Where the service's code is; empty but for `supervise`.
@@ -98,6 +103,7 @@ impl Options {
             uid_base: DEFAULT_UID_BASE,
             service_uid: DEFAULT_SERVICE_UID,
             scratch_mb: DEFAULT_SCRATCH_MB,
+            mounts: Mounts::Auto,
             chronus: beside_this_program("chronus"),
             mklayer: beside_this_program("dsec-mklayer"),
             code: PathBuf::new(),
@@ -110,13 +116,14 @@ impl Options {
 
     /// The arguments that make another process of this program see the same instance (without what only `supervise` needs).
     pub fn to_args(&self) -> Vec<OsString> {
-        let pairs: [(&str, OsString); 8] = [
+        let pairs: [(&str, OsString); 9] = [
             ("--run-dir", self.run_dir.clone().into()),
             ("--state-dir", self.state_dir.clone().into()),
             ("--cgroup", self.cgroup.clone().into()),
             ("--uid-base", self.uid_base.to_string().into()),
             ("--service-uid", self.service_uid.to_string().into()),
             ("--scratch-mb", self.scratch_mb.to_string().into()),
+            ("--mounts", self.mounts.name().into()),
             ("--chronus", self.chronus.clone().into()),
             ("--mklayer", self.mklayer.clone().into()),
         ];
@@ -138,6 +145,7 @@ impl Options {
             "--scratch-mb" => {
                 self.scratch_mb = number(name, &value, MIN_SCRATCH_MB, u64::MAX >> 20)?
             }
+            "--mounts" => self.mounts = mounts(&value)?,
             "--chronus" => self.chronus = absolute(name, value)?,
             "--mklayer" => self.mklayer = absolute(name, value)?,
             "--code" => self.code = absolute(name, value)?,
@@ -275,6 +283,13 @@ fn cgroup_name(value: &OsStr) -> Result<String, String> {
             "--cgroup {value:?}: a name of 1 to {MAX_CGROUP_BYTES} of a-z, 0-9 and '-' is needed"
         )),
     }
+}
+
+fn mounts(value: &OsStr) -> Result<Mounts, String> {
+    [Mounts::Auto, Mounts::Classic]
+        .into_iter()
+        .find(|mounts| value == mounts.name())
+        .ok_or_else(|| format!("--mounts {value:?}: auto or classic is needed"))
 }
 
 fn number<T: TryFrom<u64>>(name: &str, value: &OsStr, low: u64, high: u64) -> Result<T, String> {

@@ -13,7 +13,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::changes::{self, Page};
-use crate::sysapi::{self, check};
+use crate::loops::{self, Access};
+use crate::sysapi::{self, ioctl};
 
 /// No barrier and no checksums, because after a crash of the machine the whole filesystem is made anew; commits as often as deleted subvolumes
 /// shall be freed.
@@ -32,11 +33,6 @@ const QUOTA_ENABLE_FULL: u64 = 1;
 const QUOTA_ENABLE_SIMPLE: u64 = 4;
 const LIMIT_REFERENCED: u64 = 1;
 const SUBVOL_RDONLY: u64 = 2;
-
-const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4c82;
-const LOOP_CONFIGURE: libc::c_ulong = 0x4c0a;
-const LO_FLAGS_AUTOCLEAR: u32 = 4;
-const LO_FLAGS_DIRECT_IO: u32 = 16;
 
 /// How long a subvolume may stay in use by a mount that the kernel is still taking down.
 const BUSY_DEADLINE: Duration = Duration::from_secs(10);
@@ -83,39 +79,6 @@ struct LookupArgs {
     treeid: u64,
     objectid: u64,
     name: [u8; 4080],
-}
-
-#[repr(C)]
-struct LoopInfo {
-    device: u64,
-    inode: u64,
-    rdevice: u64,
-    offset: u64,
-    sizelimit: u64,
-    number: u32,
-    encrypt_type: u32,
-    encrypt_key_size: u32,
-    flags: u32,
-    file_name: [u8; 64],
-    crypt_name: [u8; 64],
-    encrypt_key: [u8; 32],
-    init: [u64; 2],
-}
-
-#[repr(C)]
-struct LoopConfig {
-    fd: u32,
-    block_size: u32,
-    info: LoopInfo,
-    reserved: [u64; 8],
-}
-
-fn ioctl<T>(fd: RawFd, request: libc::c_ulong, argument: *mut T) -> io::Result<()> {
-    // SAFETY: callers pass the structure that the request takes.
-    check(libc::c_long::from(unsafe {
-        libc::ioctl(fd, request as _, argument)
-    }))
-    .map(drop)
 }
 
 /// Makes the image file and its filesystem. `mb` megabytes are allocated at once.
@@ -165,37 +128,15 @@ pub fn make_image(path: &Path, mb: u64) -> io::Result<()> {
     }
 }
 
-/// A loop device over the image, which frees itself when its last user (the mount) is gone.
+/// The image as a block device.
 pub fn attach_loop(image: &Path) -> io::Result<File> {
-    let control = File::options()
-        .read(true)
-        .write(true)
-        .open("/dev/loop-control")?;
     let backing = File::options().read(true).write(true).open(image)?;
-    for _ in 0..64 {
-        // SAFETY: the request takes no argument.
-        let number = check(libc::c_long::from(unsafe {
-            libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE as _)
-        }))?;
-        let device = File::options()
-            .read(true)
-            .write(true)
-            .open(format!("/dev/loop{number}"))?;
-        // SAFETY: all fields are plain integers and arrays of them; zero is valid for each.
-        let mut config: LoopConfig = unsafe { std::mem::zeroed() };
-        config.fd = backing.as_raw_fd() as u32;
-        config.info.flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO;
-        let name = image.as_os_str().as_encoded_bytes();
-        let length = name.len().min(63);
-        config.info.file_name[..length].copy_from_slice(&name[..length]);
-        match ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &mut config) {
-            Ok(()) => return Ok(device),
-            // Somebody else took this number between the two calls.
-            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Err(io::Error::other("no free loop device"))
+    loops::attach(
+        &backing,
+        image.as_os_str().as_encoded_bytes(),
+        Path::new("/dev"),
+        Access::Write,
+    )
 }
 
 /// The mounted scratch filesystem, by descriptor.

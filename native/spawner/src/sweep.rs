@@ -77,7 +77,7 @@ fn remove(path: &Path) -> io::Result<()> {
 }
 
 fn end_sandboxes(options: &Options) -> io::Result<()> {
-    let groups = Cgroups::open(&options.cgroup)?;
+    let groups = Cgroups::open(&options.cgroup, false)?;
     let names = groups.list();
     for name in &names {
         groups.kill(name);

@@ -1,6 +1,7 @@
 //! System calls that libc has no function for, and descriptors that close themselves. No policy here.
 
 use std::ffi::CStr;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
@@ -26,6 +27,15 @@ pub fn check(value: c_long) -> io::Result<c_long> {
     } else {
         Ok(value)
     }
+}
+
+/// `ioctl(2)` with the structure that the request takes.
+pub fn ioctl<T>(fd: RawFd, request: c_ulong, argument: *mut T) -> io::Result<()> {
+    // SAFETY: callers pass what the request takes.
+    check(c_long::from(unsafe {
+        libc::ioctl(fd, request as _, argument)
+    }))
+    .map(drop)
 }
 
 fn owned(value: c_long) -> io::Result<OwnedFd> {
@@ -277,13 +287,15 @@ pub fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
     owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })
 }
 
-/// The user namespace that a process is in.
-pub fn user_namespace(pidfd: RawFd) -> io::Result<OwnedFd> {
+/// The user namespace that a child of the caller's is in.
+pub fn user_namespace(pidfd: RawFd, pid: i32) -> io::Result<OwnedFd> {
     const PIDFD_GET_USER_NAMESPACE: c_ulong = 0xff09;
     // SAFETY: the request takes no argument.
     owned(c_long::from(unsafe {
         libc::ioctl(pidfd, PIDFD_GET_USER_NAMESPACE as _, 0)
     }))
+    // Before Linux 6.11. The pid can't become another's before its parent waits for it.
+    .or_else(|_| File::open(format!("/proc/{pid}/ns/user")).map(OwnedFd::from))
 }
 
 pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
@@ -419,10 +431,7 @@ pub fn write_at(dir: RawFd, path: &CStr, value: &[u8]) -> io::Result<()> {
 pub fn read_at(dir: RawFd, path: &CStr) -> io::Result<String> {
     let file = open_at(dir, path, libc::O_RDONLY)?;
     let mut content = Vec::new();
-    io::Read::read_to_end(
-        &mut io::Read::take(std::fs::File::from(file), 1 << 16),
-        &mut content,
-    )?;
+    io::Read::read_to_end(&mut io::Read::take(File::from(file), 1 << 16), &mut content)?;
     Ok(String::from_utf8_lossy(&content).into_owned())
 }
 

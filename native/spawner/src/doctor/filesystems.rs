@@ -9,12 +9,18 @@ use std::path::Path;
 
 use super::finding::{Feature, Finding, State};
 use super::processes::IdleChild;
+use crate::loops::{self, Access};
 use crate::sysapi::{self, FsContext, MOUNT_ATTR_IDMAP, MOUNT_ATTR_RDONLY};
 
 const EROFS: Feature = Feature {
-    name: "EROFS from a file",
+    name: "EROFS",
     cost: "no layer can be mounted: no sandbox starts",
-    todo: "a kernel from 6.12 with EROFS_FS and EROFS_FS_BACKED_BY_FILE, and a state directory on a disk filesystem",
+    todo: "a kernel with EROFS_FS (modprobe erofs)",
+};
+const EROFS_FILES: Feature = Feature {
+    name: "EROFS from a file",
+    cost: "layers are mounted from loop devices, two for each layer",
+    todo: "a kernel from 6.12 with EROFS_FS_BACKED_BY_FILE, and a state directory on a disk filesystem",
 };
 const MAPPED_EROFS: Feature = Feature {
     name: "idmapped EROFS",
@@ -23,13 +29,18 @@ const MAPPED_EROFS: Feature = Feature {
 };
 const MAPPED_TMPFS: Feature = Feature {
     name: "idmapped tmpfs",
-    cost: "covers and shared directories can't be shown with a sandbox's own uids",
+    cost: "devices in sandboxes seem to belong to nobody",
     todo: "a kernel from 6.3",
 };
 const OVERLAY: Feature = Feature {
-    name: "overlay layers by descriptor",
+    name: "overlayfs",
     cost: "layers can't be stacked: no sandbox starts",
-    todo: "a kernel from 6.13 with OVERLAY_FS",
+    todo: "a kernel with OVERLAY_FS (modprobe overlay)",
+};
+const OVERLAY_DESCRIPTORS: Feature = Feature {
+    name: "overlay layers by descriptor",
+    cost: "layers are attached to be stacked: creating a sandbox takes longer, the more so the more layers it has",
+    todo: "a kernel from 6.15",
 };
 const BTRFS: Feature = Feature {
     name: "btrfs",
@@ -53,22 +64,40 @@ const FUSE: Feature = Feature {
 };
 
 pub fn findings(state_dir: &Path, kernel: (u32, u32)) -> Vec<Finding> {
-    let erofs = mount_erofs(state_dir);
-    let mapped = match &erofs {
-        Ok(mount) => mapped(mount),
-        Err(error) => Err(io::Error::new(
-            error.kind(),
-            "not tried: EROFS can't be mounted from a file",
-        )),
+    let from_file = mount_erofs(state_dir, false);
+    let from_loop = match from_file {
+        Ok(_) => None,
+        Err(_) => Some(mount_erofs(state_dir, true)),
+    };
+    let mapped = match (&from_file, &from_loop) {
+        (Ok(mount), _) | (_, Some(Ok(mount))) => mapped(mount),
+        _ => Err(io::Error::other("not tried: EROFS can't be mounted")),
     };
     vec![
-        EROFS.tried(erofs.map(|_| "mounted one".to_owned()), State::Missing),
+        EROFS.tried(
+            FsContext::open(c"erofs").map(|_| String::new()),
+            State::Missing,
+        ),
+        EROFS_FILES.tried(
+            from_file.map(|_| "mounted one".to_owned()),
+            match from_loop {
+                Some(Err(_)) => State::Missing,
+                _ => State::Degraded,
+            },
+        ),
         MAPPED_EROFS.tried(mapped, State::Missing),
         MAPPED_TMPFS.tried(
             tmpfs().and_then(|mount| self::mapped(&mount)),
             State::Degraded,
         ),
-        OVERLAY.tried(overlay_by_descriptor(), State::Missing),
+        OVERLAY.tried(
+            FsContext::open(c"overlay").map(|_| String::new()),
+            State::Missing,
+        ),
+        OVERLAY_DESCRIPTORS.tried(
+            stack_by_descriptor().map(|()| "stacked two".to_owned()),
+            State::Degraded,
+        ),
         BTRFS.tried(
             FsContext::open(c"btrfs").map(|_| String::new()),
             State::Missing,
@@ -79,10 +108,13 @@ pub fn findings(state_dir: &Path, kernel: (u32, u32)) -> Vec<Finding> {
     ]
 }
 
-/// A detached mount of an image in an unnamed file, where images will be: not every filesystem can carry one.
-fn mount_erofs(state_dir: &Path) -> io::Result<OwnedFd> {
+/// A detached mount of an image in an unnamed file, where images will be: not every filesystem can carry one. `on_loop`: by a loop device.
+pub fn mount_erofs(state_dir: &Path, on_loop: bool) -> io::Result<OwnedFd> {
     let mut file = unnamed_file(existing(state_dir))?;
     file.write_all(&erofs_image())?;
+    if on_loop {
+        file = loops::attach(&file, b"dsec-doctor", Path::new("/dev"), Access::Read)?;
+    }
     let context = FsContext::open(c"erofs")?;
     let source = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     context.set(c"source", &source)?;
@@ -143,10 +175,14 @@ fn mapped(mount: &OwnedFd) -> io::Result<String> {
     Ok("mapped one".to_owned())
 }
 
-fn overlay_by_descriptor() -> io::Result<String> {
-    let layer = tmpfs()?;
-    FsContext::open(c"overlay")?.set_fd(c"lowerdir+", layer.as_raw_fd())?;
-    Ok("took one".to_owned())
+/// Stacks layers by descriptor that are attached nowhere.
+pub fn stack_by_descriptor() -> io::Result<()> {
+    let layers = [tmpfs()?, tmpfs()?];
+    let context = FsContext::open(c"overlay")?;
+    for layer in &layers {
+        context.set_fd(c"lowerdir+", layer.as_raw_fd())?;
+    }
+    context.mount(MOUNT_ATTR_RDONLY).map(drop)
 }
 
 /// By the kernel's version: to try it takes a filesystem of 110 MB.
