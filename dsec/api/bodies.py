@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dsec.api.errors import BodyTooLarge
-from libdsec.errors import InvalidArgument
+from dsec.http_errors import BodyTooLarge, invalid_body
 
 BODY_LIMIT = 64 * 1024
 """Bytes of a request body that the apiserver itself reads; what goes to a sandbox or is an image never passes through here."""
@@ -18,8 +16,6 @@ JSON = "application/json"
 MSGPACK = "application/msgpack"
 
 _T = TypeVar("_T")
-_PATH_IN_MESSAGE = re.compile(r" - at `\$\.?([^`]*)`$")
-_FIELD_IN_MESSAGE = re.compile(r"field `([^`]+)`")
 
 
 async def read(request: Request, type_: type[_T]) -> _T:
@@ -35,14 +31,6 @@ async def read(request: Request, type_: type[_T]) -> _T:
         return msgspec.json.decode(chunks, type=type_)
     except msgspec.DecodeError as error:
         raise invalid_body(error) from error
-
-
-def invalid_body(error: msgspec.DecodeError) -> InvalidArgument:
-    """The error for a body that doesn't fit its type: msgspec's own words, and the field taken out of them."""
-    text = str(error)
-    path, field = _PATH_IN_MESSAGE.search(text), _FIELD_IN_MESSAGE.search(text)
-    names = [name for name in (path[1] if path else "", field[1] if field else "") if name]
-    return InvalidArgument(f"the request body is not as it should be: {text}", field=".".join(names) or None)
 
 
 def answer(request: Request, value: object, *, status: int = 200) -> Response:

@@ -7,37 +7,23 @@ under an incident id, and the caller gets the id.
 from __future__ import annotations
 
 import functools
-import secrets
 from collections.abc import Mapping
 
 import msgspec
-import structlog
 from prometheus_client import Counter, Gauge
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dsec.http_errors import BodyTooLarge, MethodNotAllowed, incident
 from libdsec.errors import AuthenticationError, DSecError, ErrorEnvelope, InvalidArgument, NotFound
 
-_log = structlog.get_logger("dsec.api")
 _requests = Counter("dsec_api_requests", "Requests answered, by first path segment after /v1 and by status", ["area", "status"])
 _open_requests = Gauge("dsec_api_requests_open", "Requests (streams and WebSockets too) that are being answered")
 
 _AREAS = frozenset({"sandboxes", "images", "keys", "nodes", "doctor"})
 _WEBSOCKET_INTERNAL_ERROR = 1011
 _WEBSOCKET_POLICY_VIOLATION = 1008
-
-
-class BodyTooLarge(InvalidArgument):
-    """The request's body is larger than this route takes."""
-
-    status = 413
-
-
-class MethodNotAllowed(InvalidArgument):
-    """The path exists, the method doesn't."""
-
-    status = 405
 
 
 class ErrorBoundary:
@@ -56,7 +42,7 @@ class ErrorBoundary:
         except Exception as error:
             known = _foreseen(error, scope)
             if known is None:
-                known = _incident(error, scope)
+                known = incident(error, f"{scope.get('method', 'WS')} {scope['path']}")
             await response.fail(known)
         finally:
             _open_requests.dec()
@@ -124,12 +110,6 @@ def _foreseen(error: Exception, scope: Scope) -> DSecError | None:
             return BodyTooLarge(f"the body is too large for {path}")
         return InvalidArgument(error.detail)
     return None
-
-
-def _incident(error: Exception, scope: Scope) -> DSecError:
-    incident = secrets.token_hex(6)
-    _log.error("request failed", incident=incident, method=scope.get("method"), path=scope["path"], exc_info=error)
-    return DSecError(f"something broke on our side; the service's log tells more under incident {incident}", reason=incident)
 
 
 @functools.cache

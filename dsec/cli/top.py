@@ -71,6 +71,7 @@ def top(
 
 
 async def _sample(client: DSecClient, label: list[str] | None) -> dict[str, tuple[SandboxInfo, Metrics]]:
+    from libdsec import Sandbox
     from libdsec.errors import DSecError
 
     slots = asyncio.Semaphore(ASKED_AT_ONCE)
@@ -79,7 +80,7 @@ async def _sample(client: DSecClient, label: list[str] | None) -> dict[str, tupl
     async def look(info: SandboxInfo) -> None:
         async with slots:
             try:
-                found[info.id] = (info, await (await client.attach(info.id)).metrics())
+                found[info.id] = (info, await Sandbox(client.transport, info).metrics())
             except DSecError:
                 # Ended between the list and now: no longer a row.
                 return

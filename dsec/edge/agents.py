@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import os
@@ -32,6 +33,9 @@ RECONNECT_TIMEOUT_S = 3.0
 """For a connection to an agent that was there a moment ago."""
 MACHINE_ID_BYTES = 33
 """Of /etc/machine-id: 32 digits and a newline (machine-id(5)). One that is empty or says "uninitialized" is none."""
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 1.0
+"""Between connections that break as soon as they are made: the pause doubles."""
 STATUS_WAIT_S = 1.0
 """How long a broken channel waits for the spawner to tell how the agent ended."""
 
@@ -139,6 +143,7 @@ class Agents:
         for sandbox in list(self._inventory):
             if sandbox.state == "running" and any(layer.lazy for layer in sandbox.record.layers):
                 self._endings.fail(sandbox, "no blobfs served this node for too long: the data of its image can't be read any more")
+        self._inventory.layers.lose_lazy()
 
     def on_denied(self, denial: Denial) -> None:
         """The spawner says that a sandbox's filter refused a system call."""
@@ -149,16 +154,25 @@ class Agents:
 
     def _on_lost(self, sandbox: Sandbox, lost: ChannelLost) -> None:
         sandbox.channel = None
+        self.reconnect(sandbox, str(lost))
+
+    def reconnect(self, sandbox: Sandbox, why: str) -> None:
+        """A sandbox that runs has no channel: has one made again, or the sandbox failed, beside the caller."""
         if sandbox.state == "running" and not self._inventory.closing and sandbox.settling is None:
             sandbox.dead = asyncio.get_running_loop().create_future()
-            sandbox.settling = self._inventory.tasks.start(self._settle(sandbox, lost), f"settle {sandbox.id}")
+            sandbox.settling = self._inventory.tasks.start(self._settle(sandbox, why), f"settle {sandbox.id}")
 
-    async def _settle(self, sandbox: Sandbox, lost: ChannelLost) -> None:
+    async def _settle(self, sandbox: Sandbox, lost: str) -> None:
         """A channel broke: is the agent still there? Then it is connected again; else the sandbox has failed."""
+        pause = FIRST_PAUSE_S
         try:
-            if await self._reconnected(sandbox):
-                sandbox.note(self._inventory.clock.wall(), "channel", f"the channel broke ({lost}) and was made again")
-                return
+            while await self._reconnected(sandbox):
+                if sandbox.channel is not None or sandbox.state != "running":
+                    sandbox.note(self._inventory.clock.wall(), "channel", f"the channel broke ({lost}) and was made again")
+                    return
+                # It broke while what runs was being followed.
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LAST_PAUSE_S)
             assert sandbox.dead is not None
             try:
                 async with asyncio.timeout(STATUS_WAIT_S):
@@ -207,7 +221,9 @@ class Agents:
                     continue
                 command = shorten(b" ".join(entry.argv).decode("utf-8", "replace"))
                 sandbox.command_started(CommandEntry(exec_id=entry.exec_id, command=command, started_at=entry.started_ms / 1000))
-                self.follow(sandbox, await channel.attach(entry.exec_id), lambda exit: None)
+                # One that has ended and gone meanwhile is no reason not to follow the others.
+                with contextlib.suppress(ChannelError):
+                    self.follow(sandbox, await channel.attach(entry.exec_id), lambda exit: None)
         except (ChannelLost, ChannelError) as error:
             _log.info("running commands can't be followed", sandbox=sandbox.id, error=str(error))
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from dsec.edge.failures import of_body
+from dsec.http_errors import BodyTooLarge, invalid_body
 from libdsec.errors import DSecError, ErrorEnvelope, InvalidArgument
 
 BODY_MAX = 32 << 20
@@ -29,12 +29,6 @@ T = TypeVar("T")
 
 _to_json = msgspec.json.Encoder().encode
 _to_msgpack = msgspec.msgpack.Encoder().encode
-
-
-class BodyTooLarge(InvalidArgument):
-    """The body has more bytes than this route decodes."""
-
-    status = 413
 
 
 class Disconnected(Exception):
@@ -56,7 +50,7 @@ class Body(Generic[T]):
         try:
             return self._msgpack.decode(data) if msgpack else self._json.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise of_body(error) from error
+            raise invalid_body(error) from error
 
 
 class Call:

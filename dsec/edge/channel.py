@@ -18,8 +18,6 @@ MAX_PAYLOAD = 4 << 20
 """The most that a frame may carry: a command line of 1 MiB in one-byte arguments takes three times that much."""
 PIECE_BYTES = 256 << 10
 """Standard input travels in pieces of at most this size."""
-INITIAL_CREDIT = 1 << 20
-"""Bytes of each output that chronus sends before it was told that they were taken."""
 CREDIT_PIECE = 256 << 10
 """Credit is returned in pieces of at least this size (or when the reader has nothing left to read)."""
 READ_BUFFER = bytearray(1 << 20)
@@ -231,15 +229,20 @@ class _Watch(_Receiver):
 class _Answer(_Receiver):
     """Waits for one LISTING."""
 
-    __slots__ = ("future",)
+    __slots__ = ("future", "listed")
     counts = False
 
-    def __init__(self, future: asyncio.Future[list[ExecEntry]]) -> None:
+    def __init__(self, future: asyncio.Future[list[ExecEntry]], listed: Callable[[list[ExecEntry]], None]) -> None:
+        """``listed`` is told the entries at once: frames behind this one may say of one that it has ended."""
         self.future = future
+        self.listed = listed
 
     def receive(self, kind: int, arg: int, payload: memoryview) -> bool:
-        if kind == _LISTING and not self.future.done():
-            self.future.set_result(_decode_listing(payload))
+        if kind == _LISTING:
+            entries = _decode_listing(payload)
+            self.listed(entries)
+            if not self.future.done():
+                self.future.set_result(entries)
         elif kind == _ERROR:
             self.fail(_channel_error(arg, payload))
         return True
@@ -267,6 +270,7 @@ class Stream(_Receiver):
         "_started",
         "_taken",
         "_writable",
+        "attached",
         "counts",
         "exec_id",
         "id",
@@ -288,6 +292,8 @@ class Stream(_Receiver):
         self._readable: list[asyncio.Future[None]] = []
         self._writable: asyncio.Future[None] | None = None
         self.exec_id = exec_id
+        self.attached = False
+        """It follows a command that was there before."""
         self.pid = 0
         self.stdout_from = 0
         self.stderr_from = 0
@@ -302,6 +308,7 @@ class Stream(_Receiver):
         elif kind == _STARTED:
             started = _decode_started(payload)
             self.exec_id = started.exec_id or self.exec_id
+            self.attached = started.attached
             self.pid, self.stdout_from, self.stderr_from = arg, started.stdout_from, started.stderr_from
             self._announce()
             return False
@@ -464,6 +471,7 @@ class Channel(asyncio.BufferedProtocol):
         "_resumed",
         "_streams",
         "_transport",
+        "_unlisted",
         "_unseen",
         "loop",
     )
@@ -480,7 +488,10 @@ class Channel(asyncio.BufferedProtocol):
         self._filled = 0
         self._lost: ChannelLost | None = None
         self._resumed: asyncio.Future[None] | None = None
-        self._unseen = 0
+        self._unlisted = 0
+        """Commands that HELLO counted, until a listing names them."""
+        self._unseen: frozenset[str] = frozenset()
+        """Those that ran when they were listed and were not seen to end since."""
 
     @classmethod
     async def connect(cls, path: str, *, on_lost: Callable[[ChannelLost], None], timeout_s: float = 5) -> Channel:
@@ -496,6 +507,9 @@ class Channel(asyncio.BufferedProtocol):
                 await loop.create_unix_connection(lambda: channel, path)
                 if channel._hello is not None:
                     await channel._hello
+            if channel._lost is not None:
+                # Right behind HELLO: on_lost was not called.
+                raise channel._lost
         except (OSError, TimeoutError, ChannelLost) as error:
             channel.close()
             raise ChannelLost(f"no chronus at {path}: {error or 'no HELLO in time'}") from error
@@ -507,10 +521,10 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def running(self) -> int:
-        """Commands that have not ended, as far as is known here: those that this connection started or follows, and those that HELLO or the
-        last ``list`` counted besides (they are not seen to end)."""
-        counted = [receiver for receiver in self._streams.values() if receiver.counts]
-        return self._unseen + len({receiver.exec_id or id(receiver) for receiver in counted})
+        """Commands that have not ended, as far as is known here: those that this connection started or follows, and those that the last
+        ``list`` showed (until there is one: that HELLO counted) besides. Of the latter an end is not seen."""
+        followed = {receiver.exec_id or id(receiver) for receiver in self._streams.values() if receiver.counts}
+        return self._unlisted + len(self._unseen | followed if self._unseen else followed)
 
     async def run(self, start: Start) -> Exit:
         """Runs a captured command to its end. Cancelling lets go of it: a command goes on, a builtin is killed.
@@ -571,19 +585,20 @@ class Channel(asyncio.BufferedProtocol):
         self.send(_frame(stream.id, kind, arg, payload))
         return await stream.started()
 
+    def _listed(self, entries: list[ExecEntry]) -> None:
+        self._unlisted = 0
+        self._unseen = frozenset(entry.exec_id for entry in entries if entry.running)
+
     async def list(self) -> list[ExecEntry]:
         """The commands that run and those that are kept after their end, oldest first."""
         future: asyncio.Future[list[ExecEntry]] = self.loop.create_future()
-        stream = self._open(_Answer(future))
+        stream = self._open(_Answer(future, self._listed))
         self.send(_frame(stream, _LIST))
         try:
-            entries = await future
+            return await future
         except asyncio.CancelledError:
             self._streams.pop(stream, None)
             raise
-        followed = {receiver.exec_id for receiver in self._streams.values()}
-        self._unseen = sum(entry.running and entry.exec_id not in followed for entry in entries)
-        return entries
 
     async def signal(self, exec_id: str, number: int, *, tree: bool = False) -> None:
         """Signals a command's process group, or with ``tree`` (SIGKILL only) all of its processes. One that has ended gets nothing.
@@ -682,7 +697,7 @@ class Channel(asyncio.BufferedProtocol):
         for receiver in streams.values():
             receiver.fail(error)
         self.resume_writing()
-        self._unseen = 0
+        self._unlisted, self._unseen = 0, frozenset()
         if self._hello is not None and not self._hello.done():
             self._hello.set_exception(error)
             # Nobody may be waiting for it any more.
@@ -733,13 +748,15 @@ class Channel(asyncio.BufferedProtocol):
         if kind == _HELLO:
             if arg != PROTOCOL_VERSION:
                 raise ValueError(f"protocol version {arg}")
-            self._unseen = _decode_hello(payload).running
+            self._unlisted = _decode_hello(payload).running
             _wake_one(self._hello)
             return
         # What still comes on a stream that was let go of is for nobody.
         receiver = self._streams.get(stream)
         if receiver is not None and receiver.receive(kind, arg, payload):
             self._streams.pop(stream, None)
+            if receiver.exec_id in self._unseen and (kind == _EXIT or _decode_error(payload).code == "process_not_found"):
+                self._unseen -= {receiver.exec_id}
 
 
 def _check_size(payload: bytes) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from dsec.edge.call import NDJSON, Body, Call
-from dsec.edge.failures import incident
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.starts import Origin
 from dsec.edge.validation import KEY_MAX, check_run_args, check_seconds
+from dsec.http_errors import incident
 from libdsec.errors import DSecError, InvalidArgument
 from libdsec.schema import MAX_BATCH, AnyRunArgs, CreateItem, CreateRequest, RunArgs
 

@@ -95,12 +95,14 @@ class Endings:
         sandbox.close_channel()
         try:
             await self.kill(sandbox.id)
+            inventory.layers.release(sandbox.record.layers, self._clock.monotonic())
+            # A stop that came meanwhile waits for this and finds none left to release.
+            sandbox.record.layers = ()
             await inventory.journal.delete(sandbox.id)
         except (SpawnerError, JournalError) as error:
             _log.warning("a sandbox can't be taken back now; the sweep will", sandbox=sandbox.id, error=str(error))
             inventory.unfinished.add(sandbox.id)
             return
-        inventory.layers.release(sandbox.record.layers, self._clock.monotonic())
         inventory.remove(sandbox)
 
     async def finish(self, sandbox: Sandbox) -> None:

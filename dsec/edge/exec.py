@@ -11,7 +11,23 @@ from collections.abc import Callable
 import msgspec
 
 from dsec.edge.call import OCTETS, Body, Call, Socket
-from dsec.edge.channel import Channel, ChannelError, ExecEntry, Exit, Shell, Start, Stream
+from dsec.edge.channel import (
+    LEFTOVERS_KEEP,
+    LEFTOVERS_KILL,
+    MODE_CAPTURE,
+    MODE_STREAM,
+    STDIN_INLINE,
+    STDIN_NONE,
+    STDIN_STREAM,
+    Channel,
+    ChannelError,
+    ChannelLost,
+    ExecEntry,
+    Exit,
+    Shell,
+    Start,
+    Stream,
+)
 from dsec.edge.commands import shorten
 from dsec.edge.ids import new_exec_id
 from dsec.edge.sandbox import Sandbox, os_encode
@@ -29,10 +45,6 @@ from libdsec.schema import (
     ShellRequest,
     SignalRequest,
 )
-
-CAPTURE, STREAM = 0, 1
-NO_STDIN, INLINE_STDIN, STREAM_STDIN = 0, 1, 2
-KILL_LEFTOVERS, KEEP_LEFTOVERS = 0, 1
 
 INLINE_STDIN_MAX = 256 << 10
 """Bytes of standard input that travel with the command; more is sent behind it, as a frame has 1 MiB."""
@@ -71,7 +83,10 @@ class Commands:
             await call.reply(await self._start(sandbox, channel, start, request, entry))
             return
         begun = self._clock.monotonic()
-        exit = await _run(channel, start, request.stdin)
+        if start.stdin == STDIN_STREAM and request.stdin is not None:
+            exit = await self._run_fed(channel, start, request.stdin)
+        else:
+            exit = await channel.run(start)
         result = self._result(sandbox, exit, entry, begun)
         self._observe(self._clock.monotonic() - begun)
         await call.reply(result)
@@ -231,10 +246,30 @@ class Commands:
             self._note_end(sandbox, exit, entry, begun)
 
         self._sandboxes.agents.follow(sandbox, stream, ended)
-        if request.stdin is not None and start.stdin == STREAM_STDIN:
-            await _feed(stream, request.stdin)
+        if request.stdin is not None and start.stdin == STDIN_STREAM:
+            self._feed(channel, stream, request.stdin)
         argv = [arg.decode("utf-8", "replace") for arg in start.argv or ()]
         return ProcessInfo(exec_id=start.exec_id, argv=argv, pid=stream.pid, running=True, started_at=entry.started_at)
+
+    async def _run_fed(self, channel: Channel, start: Start, stdin: bytes) -> Exit:
+        """A captured command whose input is too long for its frame and is sent behind it."""
+        stream = await channel.start(start, follow=True)
+        try:
+            self._feed(channel, stream, stdin)
+            outputs: tuple[list[bytes], list[bytes]] = ([], [])
+            while (piece := await stream.read()) is not None:
+                outputs[piece[0] - 1].append(piece[2])
+            exit = await stream.wait()
+        finally:
+            stream.detach()
+        exit.stdout, exit.stderr = b"".join(outputs[0]), b"".join(outputs[1])
+        return exit
+
+    def _feed(self, channel: Channel, stream: Stream, stdin: bytes) -> None:
+        """Has its input written to a command, beside the caller: it may not read for long. One that was there before got it from the caller
+        who started it."""
+        if not stream.attached:
+            self._sandboxes.inventory.tasks.start(_write_input(channel, stream.exec_id, stdin), f"feed {stream.exec_id}")
 
     def _start_of(self, sandbox: Sandbox, request: ExecRequest, key: bytes | None) -> Start:
         record = sandbox.record
@@ -256,11 +291,11 @@ class Commands:
             raise InvalidArgument("stdin and stdin_stream exclude each other", field="stdin")
         if request.pty is not None:
             _check_size(request.pty)
-        stdin = NO_STDIN
+        stdin = STDIN_NONE
         if request.stdin_stream or (request.stdin is not None and len(request.stdin) > INLINE_STDIN_MAX):
-            stdin = STREAM_STDIN
+            stdin = STDIN_STREAM
         elif request.stdin is not None:
-            stdin = INLINE_STDIN
+            stdin = STDIN_INLINE
         return Start(
             exec_id=_named(request.exec_id, key),
             argv=argv,
@@ -268,11 +303,11 @@ class Commands:
             env=sandbox.env | _encoded(request.env) if request.env else sandbox.env,
             user=_user(request.user, record.init_user),
             stdin=stdin,
-            stdin_data=request.stdin if stdin == INLINE_STDIN and request.stdin is not None else b"",
-            mode=CAPTURE if request.mode == "wait" else STREAM,
+            stdin_data=request.stdin if stdin == STDIN_INLINE and request.stdin is not None else b"",
+            mode=MODE_CAPTURE if request.mode == "wait" else MODE_STREAM,
             max_output=request.max_output,
             timeout_ms=_milliseconds(request.timeout_s),
-            leftovers=KEEP_LEFTOVERS if request.leftovers == "keep" else KILL_LEFTOVERS,
+            leftovers=LEFTOVERS_KEEP if request.leftovers == "keep" else LEFTOVERS_KILL,
             pty=None if request.pty is None else (request.pty.rows, request.pty.cols),
             no_new_privs=record.no_new_privs,
         )
@@ -335,30 +370,16 @@ class Commands:
         )
 
 
-async def _run(channel: Channel, start: Start, stdin: bytes | None) -> Exit:
-    """A captured command; input too long for its frame is sent behind it."""
-    if start.stdin != STREAM_STDIN or stdin is None:
-        return await channel.run(start)
-    running = asyncio.ensure_future(channel.run(start))
-    try:
-        # The frames of one connection are handled in order: with the task's first step done, the command is known.
-        await asyncio.sleep(0)
-        # A command that ends before it took all of its input is no failure: its result says what it made of it.
-        with contextlib.suppress(ChannelError):
-            stream = await channel.attach(start.exec_id, stdin=True)
-            try:
-                await _feed(stream, stdin)
-            finally:
-                stream.detach()
-        return await running
-    finally:
-        running.cancel()
-
-
-async def _feed(stream: Stream, stdin: bytes) -> None:
-    with contextlib.suppress(ChannelError):
-        await stream.write(stdin)
-        await stream.write_eof()
+async def _write_input(channel: Channel, exec_id: str, stdin: bytes) -> None:
+    """On a stream of its own: whoever waits for the command may go away meanwhile. A command that ends before it took all of its input is
+    no failure: its result says what it made of it."""
+    with contextlib.suppress(ChannelError, ChannelLost):
+        stream = await channel.attach(exec_id, stdin=True)
+        try:
+            await stream.write(stdin)
+            await stream.write_eof()
+        finally:
+            stream.detach()
 
 
 async def _take_input(socket: Socket, stream: Stream) -> None:

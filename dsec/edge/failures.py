@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-import secrets
 from typing import Protocol
 
 import msgspec
-import structlog
 
 from dsec.edge.blobfs import BlobfsError, BlobfsLost
 from dsec.edge.channel import ChannelError, ChannelLost
 from dsec.edge.journal import JournalError
 from dsec.edge.spawner import SpawnerError, SpawnerLost
+from dsec.http_errors import incident
 from libdsec.errors import (
     BY_CODE,
     Conflict,
@@ -22,13 +20,13 @@ from libdsec.errors import (
     DSecError,
     FileError,
     FileNotFound,
+    ImageError,
     InvalidArgument,
+    NoCapacity,
     PermissionDenied,
     SandboxFailed,
     Unavailable,
 )
-
-_log = structlog.get_logger("dsec.edge")
 
 _BY_ERRNO: dict[int, type[DSecError]] = {
     errno.ENOENT: FileNotFound,
@@ -46,9 +44,6 @@ _BY_ERRNO: dict[int, type[DSecError]] = {
     errno.ENOSPC: DiskFull,
     errno.EDQUOT: DiskFull,
 }
-
-_MSGSPEC_PATH = re.compile(r" - at `\$\.?([^`]*)`$")
-_MSGSPEC_FIELD = re.compile(r"field `([^`]+)`")
 
 
 class _Complaint(msgspec.Struct):
@@ -76,14 +71,12 @@ def as_error(failure: Exception) -> DSecError:
     """The wire's error for a failure of the spawner, a channel, the journal or a socket."""
     if isinstance(failure, DSecError):
         return failure
-    if isinstance(failure, SpawnerLost):
-        return Unavailable("the node's spawner is being restarted; try again", retry_after=1.0)
     if isinstance(failure, BlobfsLost):
         return Unavailable("blobfs, which shows images that are not whole on the node, can't be reached; try again", retry_after=1.0)
     if isinstance(failure, BlobfsError):
         return BY_CODE.get(failure.code, DSecError)(f"blobfs refused: {failure.message}")
     if isinstance(failure, SpawnerError):
-        return BY_CODE.get(failure.code, DSecError)(f"the spawner refused: {failure.message}")
+        return _of_spawner(failure)
     if isinstance(failure, ChannelLost):
         return SandboxFailed(f"the sandbox's agent went away: {failure}", reason="its agent went away")
     if isinstance(failure, ChannelError):
@@ -93,11 +86,18 @@ def as_error(failure: Exception) -> DSecError:
     return Unavailable(f"{type(failure).__name__}: {failure}", retry_after=1.0)
 
 
-def incident(failure: Exception, what: str) -> DSecError:
-    """The error for something unforeseen: logged whole under an id, of which the caller gets only the id."""
-    name = secrets.token_hex(6)
-    _log.error("unforeseen failure", incident=name, what=what, exc_info=failure)
-    return DSecError(f"something broke on our side; the edge's log tells more under incident {name}", reason=name)
+def _of_spawner(failure: SpawnerError) -> DSecError:
+    """Its own codes first, then those that it shares with the wire. What has none is its failure, not the caller's: it is logged."""
+    if isinstance(failure, SpawnerLost):
+        return Unavailable("the node's spawner is being restarted; try again", retry_after=1.0)
+    if failure.code == "no_space":
+        return NoCapacity(f"a disk of the node is full: {failure.message}", reason="disk")
+    if failure.code == "timeout":
+        return Unavailable(f"the node took too long: {failure.message}", retry_after=1.0)
+    if failure.code in ("invalid_layer", "image_error"):
+        return ImageError(f"not a layer that can be used: {failure.message}")
+    known = BY_CODE.get(failure.code, DSecError)
+    return incident(failure, "a call of the spawner") if known is DSecError else known(f"the spawner refused: {failure.message}")
 
 
 def of_builtin(end: BuiltinEnd, what: str) -> DSecError:
@@ -116,11 +116,3 @@ def of_complaint(stderr: bytes, what: str) -> DSecError:
     kind = _BY_ERRNO.get(complaint.errno, FileError)
     message = complaint.message or os.strerror(complaint.errno)
     return kind(f"{what}: {message}", field="path" if kind is InvalidArgument else None, errno=complaint.errno or None)
-
-
-def of_body(failure: msgspec.MsgspecError | UnicodeDecodeError) -> InvalidArgument:
-    """The error for a request body that isn't what the schema says; it names the field."""
-    text = str(failure)
-    path, field = _MSGSPEC_PATH.search(text), _MSGSPEC_FIELD.search(text)
-    names = [found[1] for found in (path, field) if found and found[1]]
-    return InvalidArgument(f"the request body is not as it should be: {text}", field=".".join(names) or None)

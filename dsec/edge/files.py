@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 from dsec.edge.call import MSGPACK, NDJSON, OCTETS, Call
-from dsec.edge.channel import Channel, Start, Stream
-from dsec.edge.exec import CAPTURE, INLINE_STDIN, INLINE_STDIN_MAX, NO_STDIN, STREAM, STREAM_STDIN
+from dsec.edge.channel import MODE_CAPTURE, MODE_STREAM, STDIN_INLINE, STDIN_NONE, STDIN_STREAM, Channel, Start, Stream
+from dsec.edge.exec import INLINE_STDIN_MAX
 from dsec.edge.failures import of_builtin, of_complaint
 from dsec.edge.ids import new_exec_id
 from dsec.edge.sandbox import Sandbox
@@ -188,9 +188,9 @@ class Files:
         await call.reply_empty()
 
     async def _run(self, channel: Channel, name: str, args: dict[str, object], user: str, stdin: bytes | None = None) -> bytes:
-        start = _start(name, args, user, CAPTURE)
+        start = _start(name, args, user, MODE_CAPTURE)
         if stdin is not None:
-            start.stdin, start.stdin_data = INLINE_STDIN, stdin
+            start.stdin, start.stdin_data = STDIN_INLINE, stdin
         exit = await channel.run(start)
         if exit.exit_code != 0:
             raise of_builtin(exit, _what(name, args))
@@ -263,8 +263,8 @@ class _Running:
 @asynccontextmanager
 async def _builtin(channel: Channel, name: str, args: dict[str, object], user: str, *, stdin: bool = False) -> AsyncIterator[_Running]:
     """A builtin in stream mode; one that hasn't ended when the block is left is killed."""
-    start = _start(name, args, user, STREAM)
-    start.stdin = STREAM_STDIN if stdin else NO_STDIN
+    start = _start(name, args, user, MODE_STREAM)
+    start.stdin = STDIN_STREAM if stdin else STDIN_NONE
     stream = await channel.start(start, follow=True)
     running = _Running(stream, _what(name, args))
     try:

@@ -19,7 +19,7 @@ from libdsec.errors import InvalidArgument
 from libdsec.schema import MB, Backend, DiffEntry, Metrics, PatchRequest, ProcessEntry, SandboxEvent, State
 
 DIFF_LIMIT = 100_000
-"""Entries of a diff unless the caller asks for fewer."""
+"""The most entries of a diff. They come from the spawner in pages of at most 3 MiB."""
 LINES_AT_ONCE = 1_000
 """Lines sent in one piece."""
 PROCESSES_MAX_BYTES = 8 << 20
@@ -110,13 +110,12 @@ class Information:
 
     async def events(self, call: Call, target: Sandbox | Record) -> None:
         """GET …/events"""
-        if isinstance(target, Record):
-            await _send_lines(call, target.events)
-            return
-        if not call.flag("follow"):
-            await _send_lines(call, target.events.since(0)[0])
-            return
+        follow = call.flag("follow")
         await call.begin(MSGPACK if _wants_msgpack(call) else NDJSON)
+        if isinstance(target, Record) or not follow:
+            await _send_lines(call, target.events if isinstance(target, Record) else target.events.since(0)[0])
+            await call.end()
+            return
         async with call.until_disconnect():
             position = 0
             while True:
@@ -139,14 +138,21 @@ class Information:
 
     async def diff(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/diff"""
-        await _send_lines(call, await self._sandboxes.inventory.spawner.diff(sandbox.id, call.integer("limit", DIFF_LIMIT, least=1)))
+        spawner = self._sandboxes.inventory.spawner
+        left = min(call.integer("limit", DIFF_LIMIT, least=1), DIFF_LIMIT)
+        # The first page before the answer begins: its errors have a status.
+        entries, more = await spawner.diff(sandbox.id, left)
+        await call.begin(MSGPACK if _wants_msgpack(call) else NDJSON)
+        await _send_lines(call, entries)
+        while more and entries and (left := left - len(entries)) > 0:
+            entries, more = await spawner.diff(sandbox.id, left, entries[-1].path_bytes)
+            await _send_lines(call, entries)
+        await call.end()
 
 
 async def _send_lines(call: Call, values: tuple[SandboxEvent, ...] | list[SandboxEvent] | list[DiffEntry]) -> None:
-    await call.begin(MSGPACK if _wants_msgpack(call) else NDJSON)
     for begin in range(0, len(values), LINES_AT_ONCE):
         await call.send(_lines(call, values[begin : begin + LINES_AT_ONCE]))
-    await call.end()
 
 
 def _lines(call: Call, values: tuple[SandboxEvent, ...] | list[SandboxEvent] | list[DiffEntry]) -> bytes:

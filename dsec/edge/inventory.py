@@ -43,6 +43,10 @@ class Inventory:
     def __iter__(self) -> Iterator[Sandbox]:
         return iter(self._by_id.values())
 
+    async def refresh_facts(self) -> None:
+        """Asks the spawner for the node as it is now. Raises SpawnerError."""
+        self.facts = await self.spawner.hello()
+
     def get(self, sandbox: str) -> Sandbox | None:
         return self._by_id.get(sandbox)
 

@@ -12,6 +12,7 @@ import structlog
 
 from dsec.edge.blobfs import Blobfs, BlobfsError, Listener
 from dsec.edge.inventory import Inventory
+from dsec.images.blobs import hex_of
 from dsec.images.environments import Environment
 from dsec.images.pulling import LayerState
 from dsec.images.reads import BlobFigures
@@ -74,9 +75,9 @@ class OnDemand:
             blobfs = await self._blobfs()
             for state in lazy:
                 if state.index is not None and state.layer.blob is not None:
-                    await blobfs.register(_hex(state.layer.blob), state.index)
+                    await blobfs.register(hex_of(state.layer.blob), state.index)
             await self._look_ahead(environment, blobfs, {state.layer.digest for state in lazy})
-        return frozenset(_hex(state.layer.digest) for state in lazy)
+        return frozenset(hex_of(state.layer.digest) for state in lazy)
 
     async def watch(self) -> None:
         """Adds up what was read and takes over what became whole while nobody listened, for ever."""
@@ -156,7 +157,9 @@ class OnDemand:
         """Replays the traces of the environment's images, or begins to record them."""
         for name in (environment.image, *([] if environment.workspace is None else [environment.workspace]), *environment.toolkits):
             info = self._images.get(name)
-            blobs = {index: _hex(layer.blob) for index, layer in enumerate(info.layers) if layer.blob is not None and layer.digest in lazy}
+            blobs = {
+                index: hex_of(layer.blob) for index, layer in enumerate(info.layers) if layer.blob is not None and layer.digest in lazy
+            }
             if not blobs or info.digest in self._seen:
                 continue
             self._seen.add(info.digest)
@@ -197,7 +200,3 @@ def _has_entries(directory: Path) -> bool:
 
 async def _as_coroutine(connecting: Awaitable[Blobfs]) -> Blobfs:
     return await connecting
-
-
-def _hex(digest: str) -> str:
-    return digest.removeprefix("sha256:")

@@ -1,7 +1,8 @@
 """Sandboxes that nobody may know of: their creator went away before it was told of them.
 
 A create request *asks* for a sandbox, and in the end has either *told* of it (its line was handed to a live connection) or *given it up*.
-A sandbox that every request has given up and that no call has named is an orphan. With an idempotency key it gets a grace in which it can
+A sandbox that every request has given up and that no call has named is an orphan. Lists and what is asked of all that they show (figures,
+events) name nothing. With an idempotency key it gets a grace in which it can
 still be asked for; without one it is stopped at once.
 
 In the journal ``Record.told`` stays None on the ordinary way, which therefore costs no write: after a restart a sandbox that runs counts as

@@ -17,16 +17,17 @@ import structlog
 
 from dsec.edge.call import NDJSON, Body, Call
 from dsec.edge.endings import SPAWNER_TRIES
-from dsec.edge.failures import as_error, incident
+from dsec.edge.failures import as_error
 from dsec.edge.ids import new_snapshot_id
 from dsec.edge.inventory import Inventory
 from dsec.edge.leftovers import Exclusion
 from dsec.edge.sandbox import Sandbox, refusal
 from dsec.edge.spawner import PackOrder, SpawnerError, SpawnerLost, Taken
 from dsec.edge.validation import KEY_MAX, check_labels
+from dsec.http_errors import incident
 from dsec.images.catalog import Caller
 from dsec.images.packing import PackedLayer
-from libdsec.errors import DSecError, ImageError, InvalidArgument, NoCapacity, Unavailable, Unsupported
+from libdsec.errors import DSecError, InvalidArgument, Unavailable, Unsupported
 from libdsec.schema import ImageInfo, PackLine, PackRequest, PackResult
 
 if TYPE_CHECKING:
@@ -211,10 +212,6 @@ class Packs:
         try:
             return await self._inventory.spawner.snapshot_pack(order)
         except SpawnerError as error:
-            if error.code == "image_error":
-                raise ImageError(f"what the sandbox wrote can't be a layer: {error.message}") from error
-            if error.code == "no_space":
-                raise NoCapacity(f"the disk of the image store is full: {error.message}", reason="disk") from error
             if error.code == "invalid_argument":
                 raise InvalidArgument(error.message, field="exclude") from error
             raise

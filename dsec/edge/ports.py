@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 
 import h11
@@ -68,14 +69,22 @@ class PortSigner:
 
     @classmethod
     def from_file(cls, path: Path) -> PortSigner:
-        """With the secret in ``path``, which is made if missing: URLs given out stay good over a restart."""
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError:
-            return cls(path.read_bytes())
+        """With the secret in ``path``: URLs given out stay good over a restart. It is made if there is none, or only a part of one, which
+        would be easy to guess."""
+        with suppress(FileNotFoundError):
+            secret = path.read_bytes()
+            if len(secret) == SECRET_BYTES:
+                return cls(secret)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        partial = path.with_name(f"{path.name}.part")
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            secret = secrets.token_bytes(SECRET_BYTES)
             file.write(secret)
+            file.flush()
+            os.fsync(descriptor)
+        # In place once it is whole, also after a crash of the machine: what is renamed has been written.
+        partial.replace(path)
         return cls(secret)
 
     def key(self, sandbox: str) -> str:

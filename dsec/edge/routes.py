@@ -13,7 +13,7 @@ from dsec.edge.call import Call, Disconnected, Socket
 from dsec.edge.channel import ChannelError, ChannelLost
 from dsec.edge.create import Creation
 from dsec.edge.exec import Commands
-from dsec.edge.failures import as_error, incident
+from dsec.edge.failures import as_error
 from dsec.edge.files import Files
 from dsec.edge.forks import Forks
 from dsec.edge.info import Information
@@ -27,7 +27,8 @@ from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.spawner import SpawnerError
 from dsec.edge.states import Call as Kind
 from dsec.edge.states import takes
-from libdsec.errors import DSecError, InvalidArgument, NotFound
+from dsec.http_errors import MethodNotAllowed, incident
+from libdsec.errors import DSecError, NotFound
 
 _log = structlog.get_logger("dsec.edge")
 
@@ -35,12 +36,6 @@ PREFIX = "/v1/sandboxes"
 ANY = "*"
 """Every method."""
 WEBSOCKET = "WS"
-
-
-class MethodNotAllowed(InvalidArgument):
-    """The path exists, the method doesn't."""
-
-    status = 405
 
 
 @dataclass(frozen=True)
@@ -58,6 +53,8 @@ class Route:
     on_sandbox: Callable[[Call, Sandbox], Awaitable[None]] | None = None
     on_record: Callable[[Call, Sandbox | Record], Awaitable[None]] | None = None
     on_socket: Callable[[Call, Socket, Sandbox], Awaitable[None]] | None = None
+    watches: bool = False
+    """It tells what somebody asks of every sandbox that a list shows, so whoever calls it needn't know of this one."""
 
 
 @dataclass
@@ -95,7 +92,7 @@ def routes(
         Route(WEBSOCKET, f"{command}/attach", "use", on_socket=commands.attach),
         Route("POST", f"{one}/shell", "use", on_sandbox=commands.shell),
         Route("DELETE", f"{one}/shell/{{session}}", "use", on_sandbox=commands.close_session),
-        Route("GET", f"{one}/commands", "info", on_sandbox=commands.history),
+        Route("GET", f"{one}/commands", "info", on_sandbox=commands.history, watches=True),
         Route("GET", f"{one}/files", "use", on_sandbox=files.read),
         Route("PUT", f"{one}/files", "use", on_sandbox=files.write),
         Route("GET", f"{one}/files/stat", "use", on_sandbox=files.stat),
@@ -113,11 +110,11 @@ def routes(
         Route(ANY, f"{one}/ports/{{port}}/{{rest...}}", "use", on_sandbox=ports.http),
         Route(WEBSOCKET, f"{one}/ports/{{port}}/{{rest...}}", "use", on_socket=ports.websocket),
         Route("GET", f"{one}/processes", "use", on_sandbox=information.processes),
-        Route("GET", f"{one}/metrics", "info", on_sandbox=information.metrics),
-        Route("GET", f"{one}/events", "info", on_record=information.events),
+        Route("GET", f"{one}/metrics", "info", on_sandbox=information.metrics, watches=True),
+        Route("GET", f"{one}/events", "info", on_record=information.events, watches=True),
         Route("POST", f"{one}/pack", "use", on_sandbox=packs.pack),
         Route("POST", f"{one}/fork", "use", on_sandbox=forks.fork),
-        Route("GET", f"{one}/diff", "inspect", on_sandbox=information.diff),
+        Route("GET", f"{one}/diff", "inspect", on_sandbox=information.diff, watches=True),
     )
 
 
@@ -147,7 +144,7 @@ class EdgeApp:
             found = await self._sandboxes.find(call.project, names[0])
         else:
             found = target
-            if not target.told:
+            if not target.told and not route.watches:
                 await self._sandboxes.orphans.keep(target)
         call.names = names[1:]
         if isinstance(found, Record) or not takes(found.state, route.kind):

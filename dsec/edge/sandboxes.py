@@ -68,8 +68,8 @@ class Sandboxes:
         inventory = self.inventory
         inventory.epoch = await inventory.journal.open()
         inventory.spawner = await self._connect_spawner(self.agents, self.sweep.on_spawner_back)
-        inventory.facts = await inventory.spawner.hello()
         inventory.layers = LayerMounts(inventory.spawner)
+        await inventory.refresh_facts()
         await self.sweep.adopt()
         inventory.tasks.start(self.sweep.forever(), "sweep")
         inventory.tasks.start(self.on_demand.watch(), "watch what is read")

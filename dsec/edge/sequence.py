@@ -37,11 +37,6 @@ class Sequence(Generic[T]):
         # One array of what is complete: decoded in one go.
         return self._decode(b"\xdd" + count.to_bytes(4, "big") + data[:end])
 
-    @property
-    def pending(self) -> int:
-        """Bytes of a value that isn't complete."""
-        return len(self._rest)
-
 
 def _complete(data: bytes) -> tuple[int, int]:
     """How many whole values ``data`` begins with, and where they end."""

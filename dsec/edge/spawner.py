@@ -130,7 +130,7 @@ class _Nothing(msgspec.Struct):
 
 
 class _Layers(msgspec.Struct):
-    layers: list[str]
+    layers: dict[str, bool]
 
 
 class _Usage(msgspec.Struct):
@@ -149,6 +149,7 @@ class _DiffEntry(msgspec.Struct):
 
 class _Diff(msgspec.Struct):
     entries: list[_DiffEntry]
+    more: bool
 
 
 class _Exited(msgspec.Struct):
@@ -226,8 +227,8 @@ class Spawner:
         """Unmount a layer. Code ``conflict`` while a sandbox uses it."""
         await self._verbs.call("layer_unmount", {"meta": meta}, _Nothing)
 
-    async def layers(self) -> list[str]:
-        """Metadata digests (hex) of the layers that are mounted."""
+    async def layers(self) -> dict[str, bool]:
+        """Metadata digests (hex) of the layers that are mounted, each with whether its data is read through blobfs."""
         return (await self._verbs.call("layers", {}, _Layers)).layers
 
     async def create(self, spec: SandboxSpec) -> Spawned:
@@ -244,22 +245,15 @@ class Spawner:
         sandbox that isn't there, any leftovers are removed."""
         return await self._verbs.call("kill", {"sandbox": sandbox, "keep_scratch": keep_scratch}, KillFigures)
 
-    async def limits(
-        self, sandbox: str, *, memory: int | None = None, cpu_millis: int | None = None, pids: int | None = None, disk: int | None = None
-    ) -> None:
-        """Change limits of a running sandbox (units as in SandboxSpec); None leaves one as it is."""
-        wanted = {"memory": memory, "cpu_millis": cpu_millis, "pids": pids, "disk": disk}
-        given = {name: value for name, value in wanted.items() if value is not None}
-        await self._verbs.call("limits", {"sandbox": sandbox, **given}, _Nothing)
-
     async def usage(self, sandboxes: Iterable[str]) -> dict[str, int]:
         """Bytes that each sandbox's writable layer takes; one that isn't there is left out."""
         return (await self._verbs.call("usage", {"sandboxes": list(sandboxes)}, _Usage)).disk
 
-    async def diff(self, sandbox: str, limit: int) -> list[DiffEntry]:
-        """What the sandbox's writable layer changes of its image: at most ``limit`` entries."""
-        found = await self._verbs.call("diff", {"sandbox": sandbox, "limit": limit}, _Diff)
-        return [DiffEntry(path_bytes=entry.path, kind=entry.kind, size=entry.size) for entry in found.entries]
+    async def diff(self, sandbox: str, limit: int, after: bytes = b"") -> tuple[list[DiffEntry], bool]:
+        """What the sandbox's writable layer changes of its image, in the order of the paths: at most ``limit`` entries behind the path
+        ``after``, fewer if their paths are long; and whether others follow."""
+        found = await self._verbs.call("diff", {"sandbox": sandbox, "limit": limit, "after": after}, _Diff)
+        return [DiffEntry(path_bytes=entry.path, kind=entry.kind, size=entry.size) for entry in found.entries], found.more
 
     async def snapshot(self, sandbox: str, snapshot: str) -> Taken:
         """Keep the writable layer of a running sandbox as it is at one moment, in which it stands still, under a name that the caller

@@ -16,7 +16,7 @@ from dsec.edge.agents import Agents
 from dsec.edge.blobfs import BlobfsError
 from dsec.edge.channel import ChannelError, ChannelLost
 from dsec.edge.endings import SPAWNER_TRIES, Endings
-from dsec.edge.failures import as_error, incident
+from dsec.edge.failures import as_error
 from dsec.edge.ids import new_sandbox_id
 from dsec.edge.inventory import Inventory
 from dsec.edge.journal import JournalError
@@ -28,6 +28,7 @@ from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox, refusal
 from dsec.edge.slots import StartSlots
 from dsec.edge.spawner import SandboxSpec, SpawnerError, SpawnerLost
+from dsec.http_errors import incident
 from dsec.images import Environment
 from libdsec.errors import Conflict, DeadlineExceeded, DSecError, ImageNotFound, NoCapacity, Unavailable
 from libdsec.schema import MB, RunArgs
@@ -361,7 +362,7 @@ class Starts:
 
     async def _refresh_facts(self) -> None:
         try:
-            self._inventory.facts = await self._inventory.spawner.hello()
+            await self._inventory.refresh_facts()
         except SpawnerError as error:
             _log.info("the spawner can't be asked for the scratch disk now", error=str(error))
 

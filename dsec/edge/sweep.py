@@ -10,7 +10,6 @@ from dsec.edge.adoption import Verdict, judge
 from dsec.edge.agents import Agents
 from dsec.edge.channel import ChannelError, ChannelLost
 from dsec.edge.endings import Endings
-from dsec.edge.failures import incident
 from dsec.edge.inventory import Inventory
 from dsec.edge.journal import JournalError
 from dsec.edge.lifetimes import Lifetimes
@@ -18,6 +17,7 @@ from dsec.edge.orphans import Orphans
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.spawner import KernelSandbox, SpawnerError
+from dsec.http_errors import incident
 from libdsec.errors import DSecError
 
 _log = structlog.get_logger("dsec.edge")
@@ -35,6 +35,10 @@ class Sweep:
         self._endings = endings
         self._lifetimes = lifetimes
         self._orphans = orphans
+        self._adopted = False
+        """Every sandbox is known: what isn't has no owner."""
+        self._due = False
+        """A round was asked for before that."""
 
     # --- after a start
 
@@ -42,26 +46,39 @@ class Sweep:
         """Decides about every sandbox that the journal or the kernel knows. Raises JournalError, SpawnerError."""
         records = {record.id: record for record in await self._inventory.journal.live()}
         kernel = {entry.sandbox: entry for entry in await self._inventory.spawner.list()}
+        # All of them at once: the spawner's events find the one that they are about.
+        sandboxes = {sandbox_id: self._register(record) for sandbox_id, record in records.items()}
         at_once = asyncio.Semaphore(ADOPT_AT_ONCE)
 
-        async def settle(sandbox_id: str) -> None:
+        async def settle(sandbox_id: str, verdict: Verdict) -> None:
             async with at_once:
-                record, entry = records.get(sandbox_id), kernel.get(sandbox_id)
-                await self._adopt_one(sandbox_id, record, entry, judge(record, entry))
+                await self._adopt_one(sandbox_id, sandboxes.get(sandbox_id), kernel.get(sandbox_id), verdict)
 
-        await asyncio.gather(*(settle(sandbox_id) for sandbox_id in sorted(records.keys() | kernel.keys())))
+        verdicts = {one: judge(records.get(one), kernel.get(one)) for one in sorted(records.keys() | kernel.keys())}
+        await asyncio.gather(*(settle(sandbox_id, verdict) for sandbox_id, verdict in verdicts.items()))
         await self._drop_snapshots()
+        await self._inventory.layers.compare(self._inventory.clock.monotonic())
+        self._adopted = True
+        if self._due:
+            await self.round()
 
-    async def _adopt_one(self, sandbox_id: str, record: Record | None, entry: KernelSandbox | None, verdict: Verdict) -> None:
-        if record is None:
-            await self._endings.kill(sandbox_id)
-            return
+    def _register(self, record: Record) -> Sandbox:
         inventory = self._inventory
         sandbox = Sandbox(record, inventory.clock.monotonic())
-        sandbox.oom_seen = inventory.cgroups.oom_kills(sandbox_id)
+        sandbox.oom_seen = inventory.cgroups.oom_kills(record.id)
         self._orphans.adopt(sandbox)
         inventory.add(sandbox)
         inventory.layers.adopt(record.layers)
+        return sandbox
+
+    async def _adopt_one(self, sandbox_id: str, sandbox: Sandbox | None, entry: KernelSandbox | None, verdict: Verdict) -> None:
+        if sandbox is None:
+            await self._endings.kill(sandbox_id)
+            return
+        if sandbox.state == "failed" and verdict in ("adopt", "fail", "lose"):
+            # The spawner told of its end while it waited for its turn.
+            return
+        record = sandbox.record
         if verdict == "finish_stop":
             await self._endings.finish(sandbox)
         elif verdict == "take_back":
@@ -83,6 +100,9 @@ class Sweep:
         record.slot, record.socket = entry.slot, entry.socket
         try:
             await self._agents.connect(sandbox)
+            if record.state == "failed":
+                sandbox.close_channel()
+                return
             if record.state == "creating":
                 await self._agents.make_workdir(sandbox)
                 if record.forked_from is not None:
@@ -93,7 +113,8 @@ class Sweep:
         except (ChannelLost, ChannelError, DSecError, OSError, TimeoutError) as error:
             if record.state == "creating":
                 await self._take_back(sandbox)
-            else:
+            elif record.state == "running":
+                # Else the spawner told of its end meanwhile.
                 await self._endings.end_unseen(sandbox, "failed", f"its agent doesn't answer after the edge started again: {error}")
             return
         await self._agents.follow_running(sandbox)
@@ -106,8 +127,11 @@ class Sweep:
     # --- later
 
     def on_spawner_back(self) -> None:
-        """The spawner was restarted: agents may have died unseen."""
-        if not self._inventory.closing:
+        """The spawner was restarted: agents may have died unseen. While sandboxes are being adopted, a round would take those whose turn
+        hasn't come for nobody's: it comes after that."""
+        if not self._adopted:
+            self._due = True
+        elif not self._inventory.closing:
             self._inventory.tasks.start(self.round(), "sweep after the spawner's return")
 
     async def forever(self) -> None:
@@ -116,8 +140,10 @@ class Sweep:
             await self.round()
 
     async def round(self) -> None:
-        """Unowned kernel objects, unfinished ends, idle layers, old records. A part that fails doesn't keep the others from their work."""
-        for step in (self._compare_with_kernel, self._drop_snapshots, self._finish, self._unmount_idle, self._prune):
+        """Unowned kernel objects, unfinished ends, idle layers, old records, figures of the node. A part that fails doesn't keep the others
+        from their work."""
+        refresh = self._inventory.refresh_facts
+        for step in (self._compare_with_kernel, self._drop_snapshots, self._finish, self._unmount_idle, self._prune, refresh):
             try:
                 await step()
             except (SpawnerError, JournalError, DSecError) as error:
@@ -138,10 +164,13 @@ class Sweep:
                 await self._endings.kill(sandbox_id)
         for sandbox in running:
             entry = kernel.get(sandbox.id)
-            if sandbox.state != "running" or sandbox.settling is not None or (entry is not None and entry.alive):
+            if sandbox.state != "running" or sandbox.settling is not None:
                 continue
-            self._endings.fail(sandbox, "nothing of it is left" if entry is None else "its agent died unseen")
-        await inventory.layers.forget_unmounted()
+            if entry is None or not entry.alive:
+                self._endings.fail(sandbox, "nothing of it is left" if entry is None else "its agent died unseen")
+            elif sandbox.channel is None:
+                self._agents.reconnect(sandbox, "unseen")
+        await inventory.layers.compare(inventory.clock.monotonic())
 
     async def _drop_snapshots(self) -> None:
         """A snapshot serves one request: what no request here works on is left of one that was cut off."""

@@ -14,7 +14,13 @@ from typing import TypeVar
 import msgspec
 
 MAX_REPLY_BYTES = 4 << 20
-"""A frame beyond this is nonsense: the listing of 10,000 sandboxes has 2 MB."""
+"""A longer reply is not taken in, which its caller is told: the listing of 10,000 sandboxes has 2 MB."""
+MAX_SKIPPED_BYTES = 256 << 20
+"""A frame beyond this is nonsense, and nothing behind it can be found."""
+SKIP_BYTES = 256 << 10
+"""Read at once of a reply that is not taken in."""
+FRONT_BYTES = 17
+"""A reply up to the end of its id: the header of a map, "id", a number, each in its longest form."""
 WAIT_FOR_PEER_S = 10.0
 """How long a call waits for a process that is being restarted (its supervisor retries after at most 5 s)."""
 FIRST_RETRY_S = 0.02
@@ -189,15 +195,33 @@ class _Connection:
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "big")
-                if size > MAX_REPLY_BYTES:
+                if size <= MAX_REPLY_BYTES:
+                    self._take(await reader.readexactly(size))
+                elif size > MAX_SKIPPED_BYTES or not await self._skip(reader, size):
                     why = f"{self._peer.name} sent a frame of {size} bytes; {MAX_REPLY_BYTES} are the most"
                     break
-                self._take(await reader.readexactly(size))
         except (asyncio.IncompleteReadError, OSError):
             pass
         except msgspec.MsgspecError as error:
             why = f"{self._peer.name} sent a frame that can't be read: {error}"
         self._end(why)
+
+    async def _skip(self, reader: asyncio.StreamReader, size: int) -> bool:
+        """Reads past a reply that is too long and fails the call that it is for; False where that can't be told."""
+        number = _number_of(await reader.readexactly(FRONT_BYTES))
+        if number is None:
+            return False
+        left = size - FRONT_BYTES
+        while left:
+            piece = await reader.read(min(left, SKIP_BYTES))
+            if not piece:
+                raise asyncio.IncompleteReadError(piece, left)
+            left -= len(piece)
+        reply = self._waiting.get(number)
+        if reply is not None and not reply.done():
+            message = f"the answer of {self._peer.name} is too long: it has {size} bytes, {MAX_REPLY_BYTES} are the most"
+            reply.set_exception(self._peer.refused("internal", message))
+        return True
 
     def _take(self, frame: bytes) -> None:
         head = _head.decode(frame)
@@ -214,3 +238,16 @@ class _Connection:
             reply.set_exception(self._peer.refused(head.error.code, head.error.message))
         else:
             reply.set_result(frame)
+
+
+def _number_of(front: bytes) -> int | None:
+    """The id of a reply of which only the beginning is known; docs/wire.md says that it stands first. None: it doesn't."""
+    # Headers of maps with up to 15, 2^16 and 2^32 entries (https://github.com/msgpack/msgpack/blob/master/spec.md).
+    header = 1 if front[0] >> 4 == 0x8 else {0xDE: 3, 0xDF: 5}.get(front[0])
+    if header is None or front[header : header + 3] != b"\xa2id":
+        return None
+    kind, value = front[header + 3], front[header + 4 :]
+    if kind <= 0x7F:
+        return kind
+    width = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(kind)
+    return None if width is None else int.from_bytes(value[:width], "big")

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from dsec.edge import Edge, EdgeConfig
 from dsec.edge.cgroups import Usage
-from dsec.edge.channel import ChannelError, ChannelLost, ExecEntry, Exit, Shell, Start
+from dsec.edge.channel import MODE_CAPTURE, MODE_STREAM, ChannelError, ChannelLost, ExecEntry, Exit, Shell, Start
 from dsec.edge.deadlines import Clock
 from dsec.edge.spawner import KernelSandbox, KillFigures, Listener, NodeFacts, SandboxSpec, Spawned, SpawnerError, SpawnerLost, Taken
 from dsec.images import Environment
@@ -51,6 +51,10 @@ class Agent:
         self.channel: FakeChannel | None = None
         self.outputs: dict[str, list[bytes]] = {}
         self.inputs: dict[str, bytearray] = {}
+        self.broken_listings = 0
+        """So many of the next listings break the channel."""
+        self.reading: asyncio.Event | None = None
+        """No command takes input before it is set."""
         self.held = False
         """Commands don't end by themselves."""
         self.exit_of: Callable[[Start], Exit] = lambda start: Exit(exec_id=start.exec_id, exit_code=0, stdout=b"ok\n", stdout_total=3)
@@ -106,7 +110,8 @@ def _complaint(number: int, message: str) -> Exit:
 
 
 class FakeStream:
-    def __init__(self, agent: Agent, channel: FakeChannel, start: Start, ended: asyncio.Future[Exit]) -> None:
+    def __init__(self, agent: Agent, channel: FakeChannel, start: Start, ended: asyncio.Future[Exit], attached: bool) -> None:
+        self.attached = attached
         self.exec_id = start.exec_id
         self.pid = 7
         self.stdout_from = 0
@@ -125,6 +130,8 @@ class FakeStream:
         return self._pieces.pop(0) if self._pieces else None
 
     async def write(self, data: bytes) -> None:
+        if self._agent.reading is not None:
+            await self._agent.reading.wait()
         self._agent.inputs.setdefault(self.exec_id, bytearray()).extend(data)
 
     async def write_eof(self) -> None:
@@ -157,6 +164,9 @@ class FakeStream:
             return [(1, begin, content[begin : begin + 4]) for begin in range(0, len(content), 4)]
         if self._start.builtin == "watch":
             await asyncio.Event().wait()
+        if self._start.builtin is None and self._start.mode == MODE_CAPTURE:
+            exit = await self.wait()
+            return [(source, 0, data) for source, data in ((1, exit.stdout), (2, exit.stderr)) if data]
         pieces = self._agent.outputs.get(self.exec_id, [])
         return [(1, index, piece) for index, piece in enumerate(pieces)]
 
@@ -194,7 +204,8 @@ class FakeChannel:
 
     async def start(self, start: Start, *, follow: bool = False) -> FakeStream:
         self._check()
-        return self._stream(start, self._agent.run(start))
+        attached = start.exec_id in self._agent.commands
+        return self._stream(start, self._agent.run(start), attached)
 
     async def attach(
         self, exec_id: str, *, stdout_from: int | None = None, stderr_from: int | None = None, stdin: bool = False
@@ -203,12 +214,17 @@ class FakeChannel:
         ended = self._agent.commands.get(exec_id)
         if ended is None:
             raise ChannelError("process_not_found", f"no command {exec_id}")
-        return self._stream(Start(exec_id=exec_id), ended)
+        return self._stream(Start(exec_id=exec_id, mode=MODE_STREAM), ended, True)
 
     async def open_port(self, port: int, host: bytes = b"") -> FakeStream:
         raise ChannelError("connection_refused", "Connection refused", errno.ECONNREFUSED)
 
     async def list(self) -> list[ExecEntry]:
+        if self._agent.broken_listings:
+            self._agent.broken_listings -= 1
+            self.lose("the connection was reset")
+            await asyncio.sleep(0)
+            raise ChannelLost("the connection was reset")
         return [ExecEntry(exec_id=name, argv=[b"x"], pid=7, running=not ended.done()) for name, ended in self._agent.commands.items()]
 
     async def signal(self, exec_id: str, number: int, *, tree: bool = False) -> None: ...
@@ -228,8 +244,8 @@ class FakeChannel:
         if self._lost.done():
             raise ChannelLost("closed")
 
-    def _stream(self, start: Start, ended: asyncio.Future[Exit]) -> FakeStream:
-        stream = FakeStream(self._agent, self, start, ended)
+    def _stream(self, start: Start, ended: asyncio.Future[Exit], attached: bool) -> FakeStream:
+        stream = FakeStream(self._agent, self, start, ended, attached)
         self.streams.append(stream)
         return stream
 
@@ -247,8 +263,15 @@ class Node:
         self.kills: list[tuple[str, bool]] = []
         self.gate: asyncio.Event | None = None
         """Creations wait for it."""
+        self.kill_gate: asyncio.Event | None = None
+        """Kills wait for it."""
+        self.connect_gate: asyncio.Event | None = None
+        """Connections to agents wait for it."""
+        self.connecting = 0
+        """Connections to agents that were begun."""
         self.creating = asyncio.Event()
         """A creation has reached the spawner."""
+        self.fail_unmount: list[SpawnerError] = []
         self.fail_create: list[SpawnerError] = []
         self.fail_snapshot: list[SpawnerError] = []
         self.snapshots: list[str] = []
@@ -258,6 +281,11 @@ class Node:
         self.directories: set[bytes] = set()
         self.oom: dict[str, int] = {}
         self.held = False
+        self.scratch_used = GB
+        self.diff = [DiffEntry(path_bytes=b"x\xff", kind="written", size=1)]
+        """Of every sandbox."""
+        self.diff_page = 100
+        """Entries in one answer of the spawner."""
         self._slots = itertools.count()
         self.on_exited: Callable[[str, int], None] = lambda sandbox, status: None
         self.on_reconnected: Callable[[], None] = lambda: None
@@ -267,6 +295,9 @@ class Node:
         return FakeSpawner(self)
 
     async def connect_channel(self, path: str, on_lost: Callable[[ChannelLost], None], timeout_s: float) -> FakeChannel:
+        self.connecting += 1
+        if self.connect_gate is not None:
+            await self.connect_gate.wait()
         agent = self.agents.get(path)
         if agent is None or not agent.alive:
             raise ChannelLost("connection refused")
@@ -305,7 +336,8 @@ class FakeSpawner:
         self._node = node
 
     async def hello(self) -> NodeFacts:
-        return NodeFacts(version="0", kernel="6.18", cores=2, memory=24 * GB, cgroup="hybrid", scratch=64 * GB, scratch_used=GB)
+        used = self._node.scratch_used
+        return NodeFacts(version="0", kernel="6.18", cores=2, memory=24 * GB, cgroup="hybrid", scratch=64 * GB, scratch_used=used)
 
     async def layer_mount(self, meta: str, blob: str | None, *, lazy: bool = False) -> None:
         self._node.mounts += 1
@@ -314,10 +346,12 @@ class FakeSpawner:
             self._node.lazy.add(meta)
 
     async def layer_unmount(self, meta: str) -> None:
+        if self._node.fail_unmount:
+            raise self._node.fail_unmount.pop(0)
         del self._node.mounted[meta]
 
-    async def layers(self) -> list[str]:
-        return list(self._node.mounted)
+    async def layers(self) -> dict[str, bool]:
+        return {meta: meta in self._node.lazy for meta in self._node.mounted}
 
     async def snapshots(self) -> list[str]:
         return list(self._node.snapshots)
@@ -351,6 +385,8 @@ class FakeSpawner:
         node = self._node
         if node.fail_kill:
             raise node.fail_kill.pop(0)
+        if node.kill_gate is not None:
+            await node.kill_gate.wait()
         node.kills.append((sandbox, keep_scratch))
         found = node.kernel.get(sandbox)
         if found is not None:
@@ -368,8 +404,10 @@ class FakeSpawner:
     async def list(self) -> list[KernelSandbox]:
         return [msgspec.structs.replace(found) for found in self._node.kernel.values()]
 
-    async def diff(self, sandbox: str, limit: int) -> list[DiffEntry]:
-        return [DiffEntry(path_bytes=b"/x\xff", kind="added", size=1)]
+    async def diff(self, sandbox: str, limit: int, after: bytes = b"") -> tuple[list[DiffEntry], bool]:
+        found = [entry for entry in self._node.diff if entry.path_bytes > after]
+        count = min(limit, self._node.diff_page)
+        return found[:count], len(found) > count
 
     def close(self) -> None: ...
 

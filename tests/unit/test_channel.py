@@ -7,7 +7,7 @@ import hashlib
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -183,6 +183,7 @@ async def test_a_lost_connection_leaves_commands_running_and_their_output_whole(
     whole = await second.attach("kept", stdout_from=0)
     assert (await read_all(whole))[0] == b"before\nafter\nline 1\nline 2\nline 3\n"
     assert (await in_time(second.run(sh("", exec_id="captured")))).stdout == b"whole\n"
+    assert second.running == 0
     second.close()
 
 
@@ -315,6 +316,41 @@ async def test_listing_shows_what_ran_and_what_runs(channel: Channel) -> None:
     assert channel.running == 1
 
 
+async def test_what_was_listed_as_running_counts_until_it_is_seen_to_end(chronus: ChronusProcess) -> None:
+    first = await Channel.connect(chronus.path, on_lost=lambda lost: None)
+    for name in ("a", "b"):
+        await first.start(sh("sleep 1000", exec_id=name, mode=MODE_STREAM))
+    channel = await Channel.connect(chronus.path, on_lost=lambda lost: None)
+    assert channel.running == 2
+    await channel.list()
+    followed = await channel.attach("a")
+    assert channel.running == 2
+    for name in ("a", "b"):
+        await channel.signal(name, signal.SIGKILL)
+    await in_time(followed.wait())
+    assert channel.running == 1
+    await until_ended(channel, "b")
+    assert channel.running == 0
+    channel.close()
+
+
+async def until_ended(channel: Channel, exec_id: str) -> None:
+    """Until a listing says that a command has ended which the channel doesn't follow."""
+    async with asyncio.timeout(DEADLINE_S):
+        while any(entry.exec_id == exec_id and entry.running for entry in await channel.list()):
+            pass
+
+
+async def test_a_start_says_whether_its_command_was_there_before(channel: Channel) -> None:
+    start = sh("cat", exec_id="once", stdin=STDIN_STREAM)
+    first = await channel.start(start, follow=True)
+    second = await channel.start(start, follow=True)
+    assert (first.attached, second.attached) == (False, True)
+    await first.write(b"in")
+    await first.write_eof()
+    assert (await read_all(first))[0] == (await read_all(second))[0] == b"in"
+
+
 async def test_only_the_newest_256_ended_commands_are_kept(channel: Channel) -> None:
     for number in range(300):
         await in_time(channel.run(Start(exec_id=f"n{number}", argv=[b"true"])))
@@ -358,6 +394,21 @@ async def test_a_request_too_large_for_a_frame_is_refused_here(channel: Channel)
 async def test_an_idle_chronus_is_small(chronus: ChronusProcess, channel: Channel) -> None:
     await in_time(channel.run(sh("true")))
     assert chronus.rss() < 3 * MB
+
+
+async def test_a_connection_that_ends_right_behind_its_hello_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(make: Callable[[], Channel], path: str) -> None:
+        frame = b"\0\0\0\x16\x94\xce\0\0\0\0\x20\xcf\0\0\0\0\0\0\0\x01\xc6\0\0\0\x01\x80"
+        protocol = make()
+        protocol.get_buffer(-1)[: len(frame)] = frame
+        protocol.buffer_updated(len(frame))
+        protocol.connection_lost(None)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", connect)
+    lost: list[ChannelLost] = []
+    with pytest.raises(ChannelLost, match="closed by the other side"):
+        await Channel.connect("/nowhere", on_lost=lost.append)
+    assert lost == []
 
 
 async def test_no_chronus_is_said_at_once(tmp_path: Path) -> None:

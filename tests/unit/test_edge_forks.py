@@ -107,14 +107,14 @@ class TestFork:
         assert "sandbox" in line
         await eventually(lambda: not node.snapshots)
 
-    @pytest.mark.parametrize(("code", "told"), [("timeout", "503 unavailable"), ("failed", "500 internal")])
+    @pytest.mark.parametrize(("code", "told", "why"), [("timeout", "503 unavailable", "why"), ("failed", "500 internal", "incident")])
     async def test_a_snapshot_that_fails_is_told_and_leaves_none(
-        self, client: Client, edge: Edge, node: Node, code: str, told: str
+        self, client: Client, edge: Edge, node: Node, code: str, told: str, why: str
     ) -> None:
         parent = await create(client)
         node.fail_snapshot = [SpawnerError(code, "why")]
         answer = await client("POST", f"/v1/sandboxes/{parent}/fork", {"count": 2})
-        assert answer.error() == told and "why" in answer.json()["error"]["message"]
+        assert answer.error() == told and why in answer.json()["error"]["message"]
         await eventually(lambda: not edge.sandboxes.inventory.snapshots)
 
     async def test_the_snapshot_stays_until_the_last_child_has_started(self, client: Client, node: Node) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 from edge_fakes import Client, Node, eventually, open_edge
 
 from dsec.edge import Edge
@@ -20,6 +21,7 @@ from dsec.edge.once import REMEMBERED, Acts
 from dsec.edge.ports import PortSigner
 from dsec.edge.spawner import SpawnerError, SpawnerLost
 from libdsec.errors import DSecError
+from libdsec.schema import DiffEntry
 
 MB = 1 << 20
 
@@ -244,6 +246,13 @@ class TestErrors:
         [
             (SpawnerLost("x"), "unavailable"),
             (SpawnerError("no_capacity", "x"), "no_capacity"),
+            (SpawnerError("no_space", "x"), "no_capacity"),
+            (SpawnerError("timeout", "x"), "unavailable"),
+            (SpawnerError("invalid_layer", "x"), "image_error"),
+            (SpawnerError("image_error", "x"), "image_error"),
+            (SpawnerError("conflict", "x"), "conflict"),
+            (SpawnerError("failed", "x"), "internal"),
+            (SpawnerError("internal", "x"), "internal"),
             (SpawnerError("something_new", "x"), "internal"),
             (ChannelLost("x"), "sandbox_failed"),
             (ChannelError("process_not_found", "x", 0), "process_not_found"),
@@ -253,7 +262,11 @@ class TestErrors:
         ],
     )
     def test_failures_below_have_one_code_each(self, failure: Exception, code: str) -> None:
-        assert as_error(failure).code == code
+        with structlog.testing.capture_logs() as logs:
+            error = as_error(failure)
+        assert error.code == code
+        # What is our fault is an incident: the log has it, the caller its name.
+        assert [log["incident"] for log in logs] == ([error.reason] if code == "internal" else [])
 
     @pytest.mark.parametrize(
         ("number", "code", "status"),
@@ -334,8 +347,37 @@ class TestExec:
         data = base64.b64encode(bytes(2 * MB)).decode()
         answer = await client("POST", f"{path}/exec", {"command": "cat", "stdin": data, "exec_id": "in"})
         assert answer.json()["exit_code"] == 0
-        assert len(agent.inputs["in"]) == 2 * MB
+        assert base64.b64decode(answer.json()["stdout_bytes"]) == b"ok\n"
+        await eventually(lambda: len(agent.inputs.get("in", b"")) == 2 * MB)
         assert not agent.started[-1].stdin_data
+
+    async def test_a_start_does_not_wait_until_its_command_has_read_long_stdin(self, client: Client, node: Node) -> None:
+        path = await create(client)
+        agent = node.agent(path.rsplit("/", 1)[1])
+        agent.held, agent.reading = True, asyncio.Event()
+        data = base64.b64encode(bytes(2 * MB)).decode()
+        body = {"command": "cat", "stdin": data, "exec_id": "in", "mode": "start"}
+        answer = await asyncio.wait_for(client("POST", f"{path}/exec", body), 5)
+        assert (answer.json()["exec_id"], agent.inputs) == ("in", {})
+        agent.reading.set()
+        await eventually(lambda: len(agent.inputs.get("in", b"")) == 2 * MB)
+
+    @pytest.mark.parametrize("mode", ["start", "wait"])
+    async def test_a_repeated_call_does_not_feed_its_command_again(self, client: Client, node: Node, mode: str) -> None:
+        path = await create(client)
+        agent = node.agent(path.rsplit("/", 1)[1])
+        agent.held = True
+        data = base64.b64encode(bytes(2 * MB)).decode()
+        body = {"command": "cat", "stdin": data, "exec_id": "in", "mode": mode}
+        first = asyncio.ensure_future(client("POST", f"{path}/exec", body))
+        await eventually(lambda: len(agent.inputs.get("in", b"")) == 2 * MB)
+        second = asyncio.ensure_future(client("POST", f"{path}/exec", body))
+        channel = agent.channel
+        assert channel is not None
+        await eventually(lambda: sum(not stream.detached for stream in channel.streams) == 2)
+        agent.end("in", Exit(exec_id="in", stdout=b"ok", stdout_total=2))
+        assert [answer.status for answer in await asyncio.gather(first, second)] == [200, 200]
+        assert len(agent.inputs["in"]) == 2 * MB
 
     async def test_a_memory_kill_is_told_once(self, client: Client, node: Node) -> None:
         path = await create(client)
@@ -516,6 +558,13 @@ class TestInformation:
         metrics = (await client("GET", f"{await create(client)}/metrics")).json()
         assert (metrics["cpu_s"], metrics["disk"], metrics["memory_limit"]) == (1.5, 4096, 2048 * MB)
 
+    async def test_a_diff_of_many_pages_comes_as_one_answer(self, client: Client, node: Node) -> None:
+        node.diff = [DiffEntry(path_bytes=b"%02d" % number, kind="written", size=1) for number in range(25)]
+        node.diff_page = 10
+        path = f"{await create(client)}/diff"
+        sizes = [len((await client("GET", path + query)).lines()) for query in ("", "?limit=25", "?limit=20", "?limit=3")]
+        assert sizes == [25, 25, 20, 3]
+
     async def test_changes_are_checked_and_kept(self, client: Client) -> None:
         path = await create(client)
         changed = await client("PATCH", path, {"ttl_running_stop": 30, "labels": {"a": "b"}, "network_rules": {"pypi": True}})
@@ -534,6 +583,17 @@ class TestPorts:
         assert not signer.good("sb-b", 80, signature)
         assert PortSigner.from_file(tmp_path / "ports.key").good("sb-a", 80, signature)
         assert (tmp_path / "ports.key").stat().st_mode & 0o777 == 0o600
+
+    @pytest.mark.parametrize("torn", [b"", b"x" * 31])
+    async def test_a_secret_of_which_only_a_part_was_written_is_made_anew(self, tmp_path: Path, torn: bytes) -> None:
+        path = tmp_path / "ports.key"
+        path.write_bytes(torn)
+        signature = PortSigner.from_file(path).sign("sb-a", 80)
+        assert not PortSigner(torn).good("sb-a", 80, signature)
+        assert len(path.read_bytes()) == 32
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert PortSigner.from_file(path).good("sb-a", 80, signature)
+        assert list(tmp_path.iterdir()) == [path]
 
     async def test_the_url_leads_to_the_port_and_a_closed_port_says_so(self, client: Client, edge: Edge) -> None:
         path = await create(client)

@@ -90,6 +90,13 @@ class TestTaken:
         await pass_time(edge, clock, GRACE_S)
         assert not node.kernel
 
+    @pytest.mark.parametrize("below", ["/metrics", "/events", "/commands", "/diff"])
+    async def test_watching_it_is_not_asking_for_it(self, edge: Edge, node: Node, clock: FakeClock, below: str) -> None:
+        sandbox = await make_untold(edge, node)
+        assert (await Client(edge)("GET", f"/v1/sandboxes/{sandbox.id}{below}")).status == 200
+        await pass_time(edge, clock, GRACE_S)
+        assert not node.kernel
+
     async def test_a_stranger_who_guesses_its_id_does_not_keep_it(self, edge: Edge, node: Node, clock: FakeClock) -> None:
         sandbox = await make_untold(edge, node)
         assert (await Client(edge, "q")("GET", f"/v1/sandboxes/{sandbox.id}")).status == 404
@@ -170,7 +177,7 @@ class TestKept:
         await pass_time(edge, clock, GRACE_S)
         assert edge.sandboxes.counts() == {"failed": 1}
 
-    @pytest.mark.parametrize(("method", "below"), [("GET", ""), ("GET", "/metrics"), ("GET", "/events"), ("POST", "/exec"), ("PATCH", "")])
+    @pytest.mark.parametrize(("method", "below"), [("GET", ""), ("GET", "/exec"), ("POST", "/exec"), ("PATCH", "")])
     async def test_a_call_that_names_it_keeps_it(self, edge: Edge, node: Node, clock: FakeClock, method: str, below: str) -> None:
         sandbox = await make_untold(edge, node)
         body = {"command": "x"} if method == "POST" else {}

@@ -12,6 +12,7 @@ from edge_fakes import Client, FakeClock, Node, eventually, make_edge, open_edge
 from dsec.edge import Edge
 from dsec.edge.channel import Exit
 from dsec.edge.spawner import SpawnerError, SpawnerLost
+from dsec.edge.sweep import ADOPT_AT_ONCE
 from libdsec.errors import Conflict, DeadlineExceeded, DSecError, ImageNotFound, SandboxFailed, SandboxGone, Unavailable
 from libdsec.schema import DSecContainerRunArgs, PatchRequest, SandboxInfo
 
@@ -202,6 +203,23 @@ class TestStop:
         assert (await stopping).state == "stopped"
         assert nothing_left(edge, node)
 
+    async def test_a_stop_during_a_creation_that_failed_leaves_the_layers_to_the_others_that_use_them(self, edge: Edge, node: Node) -> None:
+        other = await create(edge)
+        node.fail_create.append(SpawnerError("image_error", "the layer is broken"))
+        node.kill_gate = asyncio.Event()
+        creating = asyncio.ensure_future(create(edge))
+        await eventually(lambda: edge.sandboxes.counts() == {"running": 1, "failed": 1})
+        (failed,) = [sandbox for sandbox in edge.sandboxes.inventory if sandbox.id != other.id]
+        stopping = asyncio.ensure_future(edge.sandboxes.stop(failed, "stopped by request"))
+        await eventually(lambda: failed.stopping is not None)
+        node.kill_gate.set()
+        await stopping
+        with pytest.raises(DSecError, match="the layer is broken"):
+            await creating
+        assert edge.in_use() == {"a" * 64}
+        await stop(edge, other)
+        assert nothing_left(edge, node)
+
     async def test_a_stop_while_the_spawner_is_away_is_finished_by_the_sweep(self, edge: Edge, node: Node) -> None:
         info = await create(edge)
         node.fail_kill.extend([SpawnerLost("it ended")] * 3)
@@ -265,6 +283,28 @@ class TestFailure:
         await eventually(lambda: sandbox.channel is not None)
         node.agent(info.id).end("job", Exit(exit_code=3))
         assert (await again).json()["exit_code"] == 3
+
+    async def test_a_channel_that_breaks_again_while_what_runs_is_being_followed_is_made_again(self, edge: Edge, node: Node) -> None:
+        node.held = True
+        info = await create(edge)
+        sandbox, agent = edge.sandboxes.live(info.id), node.agent(info.id)
+        assert sandbox is not None
+        await Client(edge)("POST", f"/v1/sandboxes/{info.id}/exec", {"command": "x", "exec_id": "job", "mode": "start"})
+        agent.broken_listings = 2
+        assert agent.channel is not None
+        agent.channel.lose("the connection was reset")
+        await eventually(lambda: not agent.broken_listings and sandbox.settling is None)
+        assert (sandbox.state, sandbox.channel) == ("running", agent.channel)
+        assert (await Client(edge)("GET", f"/v1/sandboxes/{info.id}/exec")).status == 200
+
+    async def test_the_sweep_connects_a_running_sandbox_that_has_no_channel(self, edge: Edge) -> None:
+        info = await create(edge)
+        sandbox = edge.sandboxes.live(info.id)
+        assert sandbox is not None
+        sandbox.close_channel()
+        await edge.sandboxes.sweep.round()
+        await eventually(lambda: sandbox.channel is not None and sandbox.settling is None)
+        assert sandbox.state == "running"
 
     async def test_keep_on_failure_keeps_the_scratch_until_stop(self, edge: Edge, node: Node) -> None:
         info = await create(edge, keep_on_failure=True)
@@ -379,6 +419,48 @@ class TestRestart:
             assert edge.sandboxes.counts() == {"failed": 1}
             await stop(edge, info)
             assert nothing_left(edge, node)
+
+    async def test_a_spawner_that_comes_back_during_the_adoption_ends_no_sandbox_whose_turn_has_not_come(
+        self, node: Node, tmp_path: Path
+    ) -> None:
+        count = ADOPT_AT_ONCE + 6
+        async with open_edge(node, tmp_path) as edge:
+            await asyncio.gather(*(create(edge) for _ in range(count)))
+        node.connect_gate, node.connecting = asyncio.Event(), 0
+        edge = make_edge(node, tmp_path)
+        opening = asyncio.ensure_future(edge.open())
+        await eventually(lambda: node.connecting == ADOPT_AT_ONCE)
+        node.make("sb-e1-unknown")
+        node.on_reconnected()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert node.kills == []
+        node.connect_gate.set()
+        await opening
+        assert edge.sandboxes.counts() == {"running": count}
+        assert node.kills == [("sb-e1-unknown", False)]
+        await edge.close()
+
+    async def test_agents_that_die_during_the_adoption_make_their_sandboxes_failed(self, node: Node, tmp_path: Path) -> None:
+        async with open_edge(node, tmp_path) as edge:
+            await asyncio.gather(*(create(edge) for _ in range(ADOPT_AT_ONCE + 1)))
+        node.connect_gate, node.connecting = asyncio.Event(), 0
+        edge = make_edge(node, tmp_path)
+        opening = asyncio.ensure_future(edge.open())
+        await eventually(lambda: node.connecting == ADOPT_AT_ONCE)
+        for sandbox in list(node.kernel):
+            node.kill_agent(sandbox)
+        await eventually(lambda: set(edge.sandboxes.counts()) <= {"failed"})
+        node.connect_gate.set()
+        await opening
+        await eventually(lambda: nothing_left(edge, node))
+        await edge.close()
+
+
+async def test_the_figures_of_the_node_are_no_older_than_the_last_sweep(edge: Edge, node: Node) -> None:
+    node.scratch_used = 7
+    await edge.sandboxes.sweep.round()
+    assert edge.node_info().scratch_used == 7
 
 
 async def rows(state_dir: Path) -> list[str]:

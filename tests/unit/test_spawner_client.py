@@ -25,6 +25,7 @@ from dsec.edge.spawner import (
     SpawnerLost,
     Taken,
 )
+from libdsec.schema import DiffEntry
 
 DEADLINE_S = 10
 
@@ -142,7 +143,7 @@ async def answered(call: Awaitable[object], fake: FakeSpawner, result: Map) -> t
         (lambda s: s.layer_mount("ab", None), {}, {"verb": "layer_mount", "meta": "ab", "blob": None, "lazy": False}, None),
         (lambda s: s.layer_mount("ab", "cd", lazy=True), {}, {"verb": "layer_mount", "meta": "ab", "blob": "cd", "lazy": True}, None),
         (lambda s: s.layer_unmount("ab"), {}, {"verb": "layer_unmount", "meta": "ab"}, None),
-        (lambda s: s.layers(), {"layers": ["ab"]}, {"verb": "layers"}, ["ab"]),
+        (lambda s: s.layers(), {"layers": {"ab": True}}, {"verb": "layers"}, {"ab": True}),
         (lambda s: s.hello(), FACTS, {"verb": "hello"}, msgspec.convert(FACTS, NodeFacts)),
         (
             lambda s: s.create(SPEC),
@@ -180,7 +181,6 @@ async def answered(call: Awaitable[object], fake: FakeSpawner, result: Map) -> t
             {"verb": "kill", "sandbox": "sb-1", "keep_scratch": True},
             KillFigures(cpu_us=5, memory_peak=6, oom_kills=1, disk=8),
         ),
-        (lambda s: s.limits("sb-1", pids=9), {}, {"verb": "limits", "sandbox": "sb-1", "pids": 9}, None),
         (lambda s: s.usage(iter(["sb-1"])), {"disk": {"sb-1": 4096}}, {"verb": "usage", "sandboxes": ["sb-1"]}, {"sb-1": 4096}),
         (
             lambda s: s.list(),
@@ -198,9 +198,9 @@ async def test_each_verb_travels_as_the_contract_says(
 
 async def test_a_diff_keeps_names_that_are_not_utf8(fake: FakeSpawner, spawner: Spawner) -> None:
     entries = [{"path": b"/tmp/\xff", "kind": "written", "size": 3}]
-    found, _ = await answered(spawner.diff("sb-1", 10), fake, {"entries": entries})
-    assert isinstance(found, list)
-    assert [(entry.path_bytes, entry.kind, entry.size) for entry in found] == [(b"/tmp/\xff", "written", 3)]
+    answer, sent = await answered(spawner.diff("sb-1", 10, b"/a"), fake, {"entries": entries, "more": True})
+    assert answer == ([DiffEntry(path_bytes=b"/tmp/\xff", kind="written", size=3)], True)
+    assert sent == {"verb": "diff", "sandbox": "sb-1", "limit": 10, "after": b"/a"}
 
 
 async def test_replies_find_their_calls_in_any_order(fake: FakeSpawner, spawner: Spawner) -> None:
@@ -222,17 +222,17 @@ async def test_an_answer_without_what_it_must_have_is_an_error_of_that_call_only
     with pytest.raises(SpawnerError, match="create") as caught:
         await answered(spawner.create(SPEC), fake, {"pid": 7})
     assert caught.value.code == "internal"
-    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+    assert (await answered(spawner.layers(), fake, {"layers": {}}))[0] == {}
 
 
 async def test_events_reach_the_owner_between_replies(fake: FakeSpawner, spawner: Spawner, calls: Calls) -> None:
-    await answered(spawner.layers(), fake, {"layers": []})
+    await answered(spawner.layers(), fake, {"layers": {}})
     fake.send(msgspec.msgpack.encode({"event": "exited", "sandbox": "sb-1", "status": 9}))
     fake.send(msgspec.msgpack.encode({"event": "of a later version"}))
     assert await asyncio.wait_for(calls.exited.get(), DEADLINE_S) == ("sb-1", 9)
     fake.send(msgspec.msgpack.encode({"event": "denied", "sandbox": "sb-1", "call": "bpf", "pid": 7, "last": False}))
     assert await asyncio.wait_for(calls.denied.get(), DEADLINE_S) == Denial("sb-1", "bpf", 7, False)
-    assert (await answered(spawner.layers(), fake, {"layers": ["ab"]}))[0] == ["ab"]
+    assert (await answered(spawner.layers(), fake, {"layers": {"ab": False}}))[0] == {"ab": False}
 
 
 async def test_a_cancelled_call_leaves_the_others_alone_and_its_late_reply_is_dropped(fake: FakeSpawner, spawner: Spawner) -> None:
@@ -242,7 +242,7 @@ async def test_a_cancelled_call_leaves_the_others_alone_and_its_late_reply_is_dr
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     fake.reply(late, {})
-    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+    assert (await answered(spawner.layers(), fake, {"layers": {}}))[0] == {}
 
 
 async def test_calls_in_flight_are_lost_with_the_spawner_and_later_ones_wait_for_the_next(
@@ -255,8 +255,8 @@ async def test_calls_in_flight_are_lost_with_the_spawner_and_later_ones_wait_for
         await in_flight
     later = asyncio.create_task(spawner.layers())
     await fake.start()
-    fake.reply(await fake.request(), {"layers": ["ab"]})
-    assert await later == ["ab"]
+    fake.reply(await fake.request(), {"layers": {"ab": False}})
+    assert await later == {"ab": False}
     assert calls.reconnected.is_set()
 
 
@@ -266,7 +266,7 @@ async def test_a_spawner_that_dies_unasked_is_found_again_unasked(fake: FakeSpaw
     await fake.start()
     await asyncio.wait_for(fake.connections.get(), DEADLINE_S)
     await asyncio.wait_for(calls.reconnected.wait(), DEADLINE_S)
-    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+    assert (await answered(spawner.layers(), fake, {"layers": {}}))[0] == {}
 
 
 async def test_a_spawner_that_stays_away_fails_calls_after_their_patience(
@@ -287,18 +287,41 @@ async def test_connecting_where_nobody_listens_fails(tmp_path: Path, calls: Call
     assert [task for task in asyncio.all_tasks() if "spawner" in task.get_name() and not task.cancelling()] == []
 
 
-@pytest.mark.parametrize("garbage", [(verbs.MAX_REPLY_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\1\xc1", b"\0\0\0\1\x00"])
+@pytest.mark.parametrize("number_takes", [1, 2, 4, 8])
+async def test_an_answer_that_is_too_long_fails_its_own_call_only(number_takes: int, fake: FakeSpawner, spawner: Spawner) -> None:
+    too_long, other = asyncio.create_task(spawner.layers()), asyncio.create_task(spawner.usage(["a"]))
+    requests = [await fake.request(), await fake.request()]
+    # The number in every form that msgpack has for it.
+    number = {1: b"", 2: b"\xcd", 4: b"\xce", 8: b"\xcf"}[number_takes] + int(str(requests[0]["id"])).to_bytes(number_takes, "big")
+    fake.send(b"\xde\x00\x02\xa2id" + number + b"\xa6layers" + bytes(verbs.MAX_REPLY_BYTES))
+    with pytest.raises(SpawnerError, match="too long") as caught:
+        await too_long
+    assert not isinstance(caught.value, SpawnerLost)
+    fake.reply(requests[1], {"disk": {"a": 1}})
+    assert await other == {"a": 1}
+    assert len(fake.writers) == 1
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        (verbs.MAX_REPLY_BYTES + 1).to_bytes(4, "big") + bytes(verbs.MAX_REPLY_BYTES + 1),
+        (verbs.MAX_SKIPPED_BYTES + 1).to_bytes(4, "big"),
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\1\x00",
+    ],
+)
 async def test_a_frame_that_is_nonsense_breaks_the_connection_not_the_client(garbage: bytes, fake: FakeSpawner, spawner: Spawner) -> None:
     in_flight = asyncio.create_task(spawner.layers())
     await fake.request()
     fake.writers[-1].write(garbage)
     with pytest.raises(SpawnerLost, match="frame"):
         await in_flight
-    assert (await answered(spawner.layers(), fake, {"layers": []}))[0] == []
+    assert (await answered(spawner.layers(), fake, {"layers": {}}))[0] == {}
 
 
 async def test_answers_larger_than_a_socket_buffer_arrive_whole(fake: FakeSpawner, spawner: Spawner) -> None:
-    many = [f"{number:064x}" for number in range(20_000)]
+    many = {f"{number:064x}": False for number in range(20_000)}
     assert (await answered(spawner.layers(), fake, {"layers": many}))[0] == many
 
 

@@ -371,8 +371,14 @@ impl Layers {
         })
     }
 
-    pub fn mounted(&self) -> io::Result<Vec<String>> {
-        self.ask(|state| Ok(lock(&state.layers).keys().cloned().collect()))
+    /// The layers that are mounted, and whether their data comes through blobfs.
+    pub fn mounted(&self) -> io::Result<Vec<(String, bool)>> {
+        self.ask(|state| {
+            Ok(lock(&state.layers)
+                .iter()
+                .map(|(digest, layer)| (digest.clone(), layer.is_lazy()))
+                .collect())
+        })
     }
 
     /// Assembles the mounts of one sandbox.

@@ -2,6 +2,7 @@
 //! service that calls it than it must be: it builds every path and finds every process itself.
 
 mod cgroup;
+mod changes;
 mod child;
 mod covers;
 mod create;

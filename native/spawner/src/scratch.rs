@@ -6,12 +6,13 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::changes::{self, Page};
 use crate::loops::{self, Access};
 use crate::sysapi::{self, ioctl};
 
@@ -419,17 +420,15 @@ impl Scratch {
             .collect())
     }
 
-    /// What a sandbox wrote, at most `limit` entries. The tree changes while it is read and its owner is hostile: no name is followed.
-    pub fn diff(&self, id: &str, limit: usize) -> io::Result<Vec<Change>> {
+    /// What a sandbox wrote, behind the path `after` and at most `limit` entries.
+    pub fn diff(&self, id: &str, after: &[u8], limit: usize) -> io::Result<Page> {
         let volume = self.open_volume(id)?;
         let top = sysapi::open_at(
             volume.as_raw_fd(),
             c"u",
             libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW,
         )?;
-        let mut found = Vec::new();
-        changes_below(&top, Path::new(""), MAX_DEPTH, limit, &mut found)?;
-        Ok(found)
+        changes::page(&top, after, limit)
     }
 }
 
@@ -442,54 +441,4 @@ fn tree_of(volume: &OwnedFd) -> io::Result<u64> {
     };
     ioctl(volume.as_raw_fd(), BTRFS_IOC_INO_LOOKUP, &mut lookup)?;
     Ok(lookup.treeid)
-}
-
-/// Directories nested deeper than this are not looked into: each level holds a descriptor.
-const MAX_DEPTH: u32 = 128;
-
-fn changes_below(
-    dir: &OwnedFd,
-    below: &Path,
-    depth: u32,
-    limit: usize,
-    found: &mut Vec<Change>,
-) -> io::Result<()> {
-    for entry in std::fs::read_dir(format!("/proc/self/fd/{}", dir.as_raw_fd()))?.flatten() {
-        if found.len() >= limit {
-            return Ok(());
-        }
-        let Ok(meta) = entry.metadata() else {
-            continue;
-        };
-        let path = below.join(entry.file_name());
-        let removed = meta.mode() & libc::S_IFMT == libc::S_IFCHR && meta.rdev() == 0;
-        let kind = match (meta.is_dir(), removed) {
-            (true, _) => "directory",
-            (_, true) => "removed",
-            _ => "written",
-        };
-        found.push(Change {
-            path: path.clone().into_os_string().into_encoded_bytes(),
-            kind,
-            size: meta.len(),
-        });
-        if meta.is_dir() && depth > 0 {
-            let name = CString::new(entry.file_name().into_encoded_bytes())?;
-            if let Ok(child) = sysapi::open_at(
-                dir.as_raw_fd(),
-                &name,
-                libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW,
-            ) {
-                changes_below(&child, &path, depth - 1, limit, found)?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// One entry of a sandbox's writable layer.
-pub struct Change {
-    pub path: Vec<u8>,
-    pub kind: &'static str,
-    pub size: u64,
 }

@@ -66,6 +66,8 @@ struct Server {
     others: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
     /// What may have to wait for blobfs.
     lazy: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
+    /// What may take long because of what a sandbox has written.
+    diffs: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
     snapshots: Mutex<mpsc::Sender<(Peer, u64, Verb)>>,
     orders: Mutex<mpsc::Sender<(Peer, u64, Box<snapshot::Order>)>>,
     packs: Packs,
@@ -98,6 +100,7 @@ pub fn run(options: &Options) -> io::Result<()> {
     let (ends, to_end) = mpsc::channel();
     let (others, to_do) = mpsc::channel();
     let (lazy, to_do_lazily) = mpsc::channel();
+    let (diffs, to_list) = mpsc::channel();
     let (snapshots, to_snap) = mpsc::channel();
     let (orders, to_pack) = mpsc::channel();
     let server = Arc::new(Server {
@@ -109,6 +112,7 @@ pub fn run(options: &Options) -> io::Result<()> {
         ends: Mutex::new(ends),
         others: Mutex::new(others),
         lazy: Mutex::new(lazy),
+        diffs: Mutex::new(diffs),
         snapshots: Mutex::new(snapshots),
         orders: Mutex::new(orders),
         packs: Packs::default(),
@@ -163,7 +167,7 @@ pub fn run(options: &Options) -> io::Result<()> {
             }
         }
     })?;
-    for (name, to_do) in [("other", to_do), ("lazy", to_do_lazily)] {
+    for (name, to_do) in [("other", to_do), ("lazy", to_do_lazily), ("diff", to_list)] {
         let other = server.clone();
         start(name, move || {
             while let Ok((peer, id, verb)) = to_do.recv() {
@@ -381,6 +385,7 @@ impl Server {
                 .is_ok(),
             verb => match verb {
                 Verb::LayerMount { lazy: true, .. } => &self.lazy,
+                Verb::Diff { .. } => &self.diffs,
                 Verb::Snapshot { .. } | Verb::SnapshotRemove { .. } => &self.snapshots,
                 _ => &self.others,
             }
@@ -453,7 +458,7 @@ impl Server {
                 .node
                 .layers
                 .mounted()
-                .map(|digests| verbs::layers(id, &digests)),
+                .map(|mounted| verbs::layers(id, &mounted)),
             Verb::Limits {
                 sandbox,
                 limits,
@@ -473,11 +478,15 @@ impl Server {
                 Ok(verbs::usage(id, &disk))
             }
             Verb::List => Ok(verbs::list_answer(id, &self.list())),
-            Verb::Diff { sandbox, limit } => self
+            Verb::Diff {
+                sandbox,
+                after,
+                limit,
+            } => self
                 .node
                 .scratch
-                .diff(&sandbox, limit as usize)
-                .map(|changes| verbs::diff(id, &changes)),
+                .diff(&sandbox, &after, limit as usize)
+                .map(|page| verbs::diff(id, &page)),
             Verb::Snapshot { sandbox, snapshot } => self
                 .snapshot(&sandbox, &snapshot)
                 .map(|taken| verbs::snapshot_taken(id, taken)),

@@ -3,10 +3,10 @@
 use wire::value::{Mismatch, Value, Writer};
 
 use crate::cgroup::{is_group_name, Figures, Limits};
+use crate::changes::Page;
 use crate::create::{Created, Spec, MAX_EXTRA_IDS};
 use crate::denials::Denial;
 use crate::layers::is_digest;
-use crate::scratch::Change;
 use crate::snapshot::{is_snapshot_name, Order, Taken};
 
 /// overlayfs takes 500; nobody stacks more than a hundred.
@@ -53,6 +53,7 @@ pub enum Verb {
     List,
     Diff {
         sandbox: String,
+        after: Vec<u8>,
         limit: u64,
     },
     Snapshot {
@@ -252,6 +253,7 @@ fn verb(map: &Value) -> Result<Verb, Bad> {
         "list" => Verb::List,
         "diff" => Verb::Diff {
             sandbox: sandbox(map.get("sandbox"))?,
+            after: argument("after", map.get("after").optional(Value::bytes))?.unwrap_or_default(),
             limit: number_or("limit", map.get("limit"), 10_000)?.min(MAX_DIFF),
         },
         "snapshot" => Verb::Snapshot {
@@ -355,12 +357,12 @@ pub fn hello(id: u64, facts: &Facts) -> Vec<u8> {
         .finish()
 }
 
-pub fn layers(id: u64, digests: &[String]) -> Vec<u8> {
-    digests
+pub fn layers(id: u64, mounted: &[(String, bool)]) -> Vec<u8> {
+    mounted
         .iter()
         .fold(
-            answer(id, 1).text("layers").array(digests.len()),
-            |out, digest| out.text(digest),
+            answer(id, 1).text("layers").map(mounted.len()),
+            |out, (digest, lazy)| out.text(digest).boolean(*lazy),
         )
         .finish()
 }
@@ -412,9 +414,13 @@ pub fn list_answer(id: u64, sandboxes: &[Listed]) -> Vec<u8> {
     out.finish()
 }
 
-pub fn diff(id: u64, changes: &[Change]) -> Vec<u8> {
-    let mut out = answer(id, 1).text("entries").array(changes.len());
-    for change in changes {
+pub fn diff(id: u64, page: &Page) -> Vec<u8> {
+    let mut out = answer(id, 2)
+        .text("more")
+        .boolean(page.more)
+        .text("entries")
+        .array(page.changes.len());
+    for change in &page.changes {
         out = out
             .map(3)
             .text("path")
