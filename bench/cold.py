@@ -98,6 +98,8 @@ class Run:
     seconds: float
     received: int
     written: int
+    far_processor_s: float
+    """What the servers behind the link took of the processors that both sides share here."""
 
 
 async def _ours(far: FarSide, client: DSecClient, count: int, parent: Path) -> Run:
@@ -111,13 +113,13 @@ async def _ours(far: FarSide, client: DSecClient, count: int, parent: Path) -> R
 
     batch = _spread(far.toolchains, count)
     args = [DSecContainerRunArgs(container_image=one.name, network="none") for one in batch]
-    received = far.link.received()
+    received, used = far.link.received(), far.link.processor_s()
     async with disk.writes(parent) as written:
         started = time.perf_counter()
         at_work = [asyncio.create_task(work(ours.made(item), batch[item.index].workload)) async for item in client.run_many(args)]
         await asyncio.gather(*at_work)
         seconds = time.perf_counter() - started
-    return Run(seconds, far.link.received() - received, written.bytes)
+    return Run(seconds, far.link.received() - received, written.bytes, far.link.processor_s() - used)
 
 
 async def _docker(far: FarSide, docker: peer.Docker, count: int, parent: Path) -> Run:
@@ -135,12 +137,12 @@ async def _docker(far: FarSide, docker: peer.Docker, count: int, parent: Path) -
         await docker.call("pull", "-q", f"{far.registry_address}/{toolchain.name}")
         await asyncio.gather(*(run(one) for one in batch if one is toolchain))
 
-    received = far.link.received()
+    received, used = far.link.received(), far.link.processor_s()
     async with disk.writes(parent) as written:
         started = time.perf_counter()
         await asyncio.gather(*map(image, far.toolchains))
         seconds = time.perf_counter() - started
-    return Run(seconds, far.link.received() - received, written.bytes)
+    return Run(seconds, far.link.received() - received, written.bytes, far.link.processor_s() - used)
 
 
 def _spread(toolchains: Sequence[Toolchain], count: int) -> list[Toolchain]:
@@ -232,7 +234,12 @@ def _small() -> Sequence[Toolchain]:
 
 
 def _figures(run: Run) -> dict[str, float]:
-    return {"seconds": round(run.seconds, 3), "received_mb": round(run.received / 1e6, 1), "written_mb": round(run.written / 1e6, 1)}
+    return {
+        "seconds": round(run.seconds, 3),
+        "received_mb": round(run.received / 1e6, 1),
+        "written_mb": round(run.written / 1e6, 1),
+        "far_processor_s": round(run.far_processor_s, 2),
+    }
 
 
 BURST = Claim(

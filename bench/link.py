@@ -34,6 +34,17 @@ class Link:
     """Address of the far side, as the near side reaches it."""
     stack: AsyncExitStack
     """Ends what runs on the far side."""
+    servers: list[int]
+    """Process ids of what runs there."""
+
+    def processor_s(self) -> float:
+        """Seconds of processor time that the far side has used: it shares this machine's processors, which a real one wouldn't."""
+        ticks = 0
+        for pid in self.servers:
+            # Fields 14 and 15 of proc_pid_stat(5), counted from behind the command's name.
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def received(self) -> int:
         """Bytes that have come over the link to the near side, headers included."""
@@ -45,8 +56,9 @@ class Link:
         Raises WrongAnswer if it doesn't listen in time.
         """
         relay_command = (sys.executable, "-m", "bench.relay", self.far, str(relay), str(port), str(DELAY_S))
-        await self.stack.enter_async_context(process(self._inside(*command), log))
-        await self.stack.enter_async_context(process(self._inside(*relay_command), log.with_suffix(".relay")))
+        for words, output in ((command, log), (relay_command, log.with_suffix(".relay"))):
+            started = await self.stack.enter_async_context(process(self._inside(*words), output))
+            self.servers.append(started.pid)
         deadline = asyncio.get_running_loop().time() + ANSWER_DEADLINE_S
         while not await _takes_connections(self.far, relay):
             if asyncio.get_running_loop().time() > deadline:
@@ -63,7 +75,7 @@ async def up() -> AsyncIterator[Link]:
     """Makes the namespace and the link; takes both away when the block is left, and what runs there."""
     token = secrets.token_hex(2)
     subnet = f"10.213.{secrets.randbelow(255)}"
-    link = Link(f"dsec-far-{token}", f"dsn{token}", f"{subnet}.2", AsyncExitStack())
+    link = Link(f"dsec-far-{token}", f"dsn{token}", f"{subnet}.2", AsyncExitStack(), [])
     far_device = f"dsf{token}"
     await call("ip", "netns", "add", link.namespace)
     try:
