@@ -9,7 +9,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{mpsc, Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::cache::{self, CacheFile, Directory};
+use wire::digest::is_digest;
+
+use crate::cache::{CacheFile, Directory};
 use crate::chunk;
 use crate::device::{Attributes, Device};
 use crate::events::{Event, Events};
@@ -178,7 +180,7 @@ pub struct Blobs {
 
 /// The number of a blob's inode: the same in every process, since the kernel keeps it over restarts. None for what is no digest.
 fn node_of(hex: &str) -> Option<u64> {
-    if !cache::is_digest(hex) {
+    if !is_digest(hex) {
         return None;
     }
     // 0 and 1 mean something else to FUSE.

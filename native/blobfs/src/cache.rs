@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
+use wire::digest::is_digest;
 
 use crate::table::{Kind, Table};
 
@@ -27,11 +28,6 @@ fn check(result: libc::c_int) -> io::Result<()> {
 
 fn named<T>(path: &Path, result: io::Result<T>) -> io::Result<T> {
     result.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
-}
-
-pub fn is_digest(name: &str) -> bool {
-    let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-    name.len() == 64 && name.bytes().all(hex)
 }
 
 impl Directory {

@@ -195,7 +195,8 @@ fn point(path: &Path) -> io::Result<OwnedFd> {
     )
 }
 
-fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
+/// The result, with what was done before an error's own words.
+pub fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
     result.map_err(|error| io::Error::new(error.kind(), format!("{what}: {error}")))
 }
 

@@ -12,7 +12,7 @@ use crate::cgroup::Cgroups;
 use crate::child::MASKS;
 use crate::fuse::Fuse;
 use crate::keeper::{self, Keeper};
-use crate::layers::{self, Data, Layers, Means};
+use crate::layers::{self, named, Data, Layers, Means};
 use crate::options::Options;
 use crate::scratch::{self, Scratch};
 use crate::sysapi;
@@ -51,10 +51,6 @@ pub fn scratch_image(options: &Options) -> PathBuf {
 /// Where the namespace of layers is pinned.
 pub fn pin(options: &Options) -> PathBuf {
     options.run_dir.join("layers.ns")
-}
-
-fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
-    result.map_err(|error| io::Error::new(error.kind(), format!("{what}: {error}")))
 }
 
 /// Makes a directory of root's with this mode, or corrects the mode of one that is there.

@@ -7,7 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{mpsc, Arc, Mutex, PoisonError};
 
-use wire::passing;
+use wire::{passing, process};
 
 use crate::create::{self, Creator, Spec};
 use crate::denials::Denials;
@@ -84,7 +84,7 @@ pub fn run(options: &Options) -> io::Result<()> {
     // One arena of memory: a child's copy of this process shall be small.
     // SAFETY: plain integers, before any thread is started.
     unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
-    raise_descriptor_limit()?;
+    process::raise_descriptor_limit()?;
     let null = File::options().read(true).write(true).open("/dev/null")?;
     let creators = (0..CREATORS)
         .map(|index| Creator::reserve(index, &null))
@@ -232,23 +232,6 @@ fn next<T>(inbox: &Mutex<mpsc::Receiver<T>>) -> Option<T> {
 fn fail(message: &str) -> ! {
     eprintln!("dsec-spawner: {message}");
     std::process::exit(1)
-}
-
-fn raise_descriptor_limit() -> io::Result<()> {
-    // SAFETY: rlimit is plain data.
-    unsafe {
-        let mut limit: libc::rlimit = std::mem::zeroed();
-        check(libc::c_long::from(libc::getrlimit(
-            libc::RLIMIT_NOFILE,
-            &mut limit,
-        )))?;
-        limit.rlim_cur = limit.rlim_max;
-        check(libc::c_long::from(libc::setrlimit(
-            libc::RLIMIT_NOFILE,
-            &limit,
-        )))
-        .map(drop)
-    }
 }
 
 fn epoll() -> io::Result<OwnedFd> {

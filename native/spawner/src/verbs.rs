@@ -1,11 +1,11 @@
 //! The verbs: requests parsed strictly into what is to be done, and answers. No privileged act happens here.
 
+use wire::digest::is_digest;
 use wire::value::{Mismatch, Value, Writer};
 
 use crate::cgroup::{is_group_name, Figures, Limits};
 use crate::create::{Created, Spec, MAX_EXTRA_IDS};
 use crate::denials::Denial;
-use crate::layers::is_digest;
 use crate::scratch::Change;
 use crate::snapshot::{is_snapshot_name, Order, Taken};
 
