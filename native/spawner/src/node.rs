@@ -107,7 +107,12 @@ impl Node {
         if !run.exists() {
             directory(run, 0o755)?;
         }
-        directory(&run.join("meta"), 0o700)?;
+        let metadata = run.join("meta");
+        directory(&metadata, 0o700)?;
+        named(
+            "checked metadata",
+            layers::clear_metadata(&metadata, !layers::is_pinned(&pin(options))),
+        )?;
         directory(&run.join("bin"), 0o755)?;
         sockets_in_memory(&run.join("c"))?;
         directory(&options.state_dir.join("scratch"), 0o700)?;
@@ -173,7 +178,7 @@ impl Node {
                 .map(|mask| Path::new("/").join(&*mask.path.to_string_lossy()).exists())
                 .collect(),
             blobs: open_directory(&blobs)?,
-            metadata: open_directory(&run.join("meta"))?,
+            metadata: open_directory(&metadata)?,
         })
     }
 
@@ -197,20 +202,13 @@ impl Node {
     }
 
     fn service_file(&self, path: &Path, digest: &str) -> io::Result<File> {
-        let file = named(
-            &format!("blob {digest}"),
-            File::options()
-                .read(true)
-                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-                .open(path),
-        )?;
-        let meta = file.metadata()?;
-        if meta.is_file() && meta.uid() == self.service_uid {
+        let file = named(&format!("blob {digest}"), layers::open_plain(path))?;
+        if file.metadata()?.uid() == self.service_uid {
             Ok(file)
         } else {
             Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                format!("blob {digest} is not a plain file of the service's"),
+                format!("blob {digest} is not the service's"),
             ))
         }
     }
