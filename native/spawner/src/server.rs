@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{mpsc, Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use wire::{passing, process};
 
@@ -33,21 +34,32 @@ const PACKERS: usize = 2;
 const SNAPPERS: usize = 2;
 
 /// How often quota groups of deleted subvolumes are tried again: deletions come through with the filesystem's commits, every 30 s.
-const ORPHANS_EVERY: std::time::Duration = std::time::Duration::from_secs(10);
+const ORPHANS_EVERY: Duration = Duration::from_secs(10);
+
+/// Whoever takes nothing for so long is stopped: it is cut off, for its answers and events are sent by threads that others wait for.
+const SEND_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A connection's writing half: answers come from several threads, each frame whole.
 #[derive(Clone)]
 struct Peer(Arc<Mutex<UnixStream>>);
 
 impl Peer {
+    /// `patience`: how long one frame may wait until the other end takes it.
+    fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
+        stream.set_write_timeout(Some(patience))?;
+        Ok(Peer(Arc::new(Mutex::new(stream))))
+    }
+
     fn send(&self, body: &[u8]) {
         self.send_with(body, None);
     }
 
     fn send_with(&self, body: &[u8], descriptor: Option<RawFd>) {
         let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // A peer that is gone gets nothing; it asks again when it is back.
-        let _ = passing::send_frame(&*stream, body, descriptor);
+        // A peer that is gone gets nothing; it asks again when it is back. One that took only a part can't understand what would follow.
+        if passing::send_frame(&*stream, body, descriptor).is_err() {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
     }
 
     /// Tells it from all others that live.
@@ -289,10 +301,10 @@ impl Server {
         if !peer_uid(&stream).is_ok_and(|uid| uid == self.node.service_uid || uid == 0) {
             return;
         }
-        let Ok(writing) = stream.try_clone() else {
+        let writing = stream.try_clone();
+        let Ok(peer) = writing.and_then(|writing| Peer::new(writing, SEND_PATIENCE)) else {
             return;
         };
-        let peer = Peer(Arc::new(Mutex::new(writing)));
         self.peers
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -310,16 +322,14 @@ impl Server {
                 )),
             }
         }
-        self.peers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|one| !Arc::ptr_eq(&one.0, &peer.0));
+        self.tell_no_more(&peer);
         self.node.fuse.left(peer.key());
     }
 
     fn fuse_take(&self, peer: &Peer, id: u64) {
         match self.node.fuse.take(peer.key()) {
             Ok(taken) => {
+                self.tell_no_more(peer);
                 let answer = verbs::taken(id, taken.fresh);
                 peer.send_with(&answer, Some(taken.connection.as_raw_fd()));
             }
@@ -332,7 +342,10 @@ impl Server {
             return verbs::error(id, "invalid_argument", "no descriptor came with fuse_give");
         };
         match self.node.fuse.give(peer.key(), descriptor) {
-            Ok(()) => verbs::done(id),
+            Ok(()) => {
+                self.tell_no_more(peer);
+                verbs::done(id)
+            }
             Err(error) => verbs::error(id, code_of(&error), &error.to_string()),
         }
     }
@@ -626,6 +639,14 @@ impl Server {
         }
     }
 
+    /// It gets answers only, from now on.
+    fn tell_no_more(&self, peer: &Peer) {
+        self.peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|one| !Arc::ptr_eq(&one.0, &peer.0));
+    }
+
     /// Sockets whose sandbox is gone (its ending was cut short).
     fn remove_stale_sockets(&self) {
         for name in sysapi::names_in(self.node.sockets.as_raw_fd()).unwrap_or_default() {
@@ -640,4 +661,22 @@ impl Server {
 /// Whether a daemon answers at this run directory.
 pub fn is_running(run_dir: &Path) -> bool {
     UnixStream::connect(run_dir.join("spawner.sock")).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_takes_nothing_is_cut_off() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let peer = Peer::new(ours, Duration::from_millis(10)).unwrap();
+        // More than a socket holds.
+        let frame = vec![0; 8 << 20];
+        peer.send(&frame);
+        let stream = peer.0.lock().unwrap();
+        assert!(passing::send_frame(&*stream, b"", None).is_err());
+        let received = passing::receive_frame(&theirs, u32::MAX);
+        assert!(received.is_err(), "its frame ends in the middle");
+    }
 }
