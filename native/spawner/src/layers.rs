@@ -360,21 +360,25 @@ impl Layers {
     }
 
     /// Aborts what blobfs served: whoever waits for a read gets EIO. The layers over it are mounted no more; sandboxes that have them keep what
-    /// is in memory.
-    pub fn abort_blobs(&self) -> io::Result<()> {
+    /// is in memory. Returns whether there were any.
+    pub fn abort_blobs(&self) -> io::Result<bool> {
         self.ask(|state| {
-            let mut layers = lock(&state.layers);
-            let dead: Vec<String> = layers
-                .iter()
-                .filter(|(_, layer)| layer.is_lazy())
-                .map(|(digest, _)| digest.clone())
-                .collect();
             if blobs_connection()?.is_some() {
                 sysapi::unmount(&text(BLOBS)?, libc::MNT_FORCE | libc::MNT_DETACH)?;
             }
-            dead.into_iter()
-                .filter_map(|digest| layers.remove(&digest))
-                .try_for_each(|layer| detach(&layer.place))
+            let mut layers = lock(&state.layers);
+            let count = layers.len();
+            layers.retain(|_, layer| {
+                if !layer.is_lazy() {
+                    return true;
+                }
+                // Nothing waits for it any more, so that the rest need not wait for it either.
+                if let Err(error) = detach(&layer.place) {
+                    eprintln!("dsec-spawner: {}: {error}", layer.place.display());
+                }
+                false
+            });
+            Ok(layers.len() < count)
         })
     }
 
@@ -613,11 +617,15 @@ impl Pinned {
     }
 
     fn mount(&self, digest: String, metadata: &File, data: &Data) -> io::Result<()> {
+        if lock(&self.layers).contains_key(&digest) {
+            return Ok(());
+        }
+        // Not with the table locked: it may wait for blobfs, and whoever lets it go needs the table.
+        let mount = self.mount_erofs(&digest, metadata, data)?;
         let mut layers = lock(&self.layers);
         if layers.contains_key(&digest) {
             return Ok(());
         }
-        let mount = self.mount_erofs(&digest, metadata, data)?;
         let directory = match data {
             Data::None | Data::File(_) => LAYERS,
             Data::Lazy(_) => LAZY,

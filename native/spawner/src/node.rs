@@ -193,12 +193,27 @@ impl Node {
             &below(&self.metadata, meta),
             meta,
         )?;
-        let data = match blob {
-            None => Data::None,
-            Some(digest) if lazy => Data::Lazy(self.fuse.file(digest)?),
-            Some(digest) => Data::File(self.service_file(&below(&self.blobs, digest), digest)?),
+        let (data, flight) = match blob {
+            None => (Data::None, None),
+            Some(digest) if lazy => {
+                let (file, flight) = self.fuse.file(digest)?;
+                (Data::Lazy(file), Some(flight))
+            }
+            Some(digest) => {
+                let file = self.service_file(&below(&self.blobs, digest), digest)?;
+                (Data::File(file), None)
+            }
         };
-        self.layers.mount(meta.to_owned(), metadata, data)
+        self.layers.mount(meta.to_owned(), metadata, data)?;
+        if flight.is_none_or(|flight| flight.stands()) {
+            return Ok(());
+        }
+        // It came too late to be given up with the others.
+        self.layers.unmount(meta.to_owned())?;
+        Err(io::Error::new(
+            io::ErrorKind::NotConnected,
+            "blobfs was given up while the layer was being mounted",
+        ))
     }
 
     fn service_file(&self, path: &Path, digest: &str) -> io::Result<File> {

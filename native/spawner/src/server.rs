@@ -332,6 +332,9 @@ impl Server {
                 self.tell_no_more(peer);
                 let answer = verbs::taken(id, taken.fresh);
                 peer.send_with(&answer, Some(taken.connection.as_raw_fd()));
+                if taken.aborted {
+                    self.tell_all(&verbs::blobs_aborted());
+                }
             }
             Err(error) => peer.send(&verbs::error(id, code_of(&error), &error.to_string())),
         }
