@@ -132,12 +132,15 @@ impl Clock {
     }
 }
 
-/// Makes the sandbox in `slot`. On failure nothing of it is left.
+/// Makes the sandbox in `slot`. On failure nothing of it is left, or it is said what; the sweep finds that.
 pub fn create(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Result<Created> {
     let result = assemble(node, creator, spec, slot);
     if result.is_err() {
         let _ = creator.clear(node.null.as_raw_fd());
-        crate::kill::take_away(node, &spec.id, Some(slot), false);
+        let left = crate::kill::take_away(node, &spec.id, Some(slot), false).left;
+        if !left.is_empty() {
+            eprintln!("dsec-spawner: taking {} back: {}", spec.id, left.join("; "));
+        }
     }
     result
 }

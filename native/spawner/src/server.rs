@@ -428,8 +428,15 @@ impl Server {
 
     fn end(&self, peer: &Peer, id: u64, sandbox: &str, keep_scratch: bool) {
         let entry = self.registry.begin_end(sandbox);
-        let (slot, pidfd) = entry.map_or((None, None), |entry| (entry.slot, entry.pidfd));
-        let ended = kill::end(&self.node, sandbox, slot, pidfd.as_deref(), keep_scratch);
+        let pidfd = entry.pidfd.as_deref();
+        let ended = match kill::end(&self.node, sandbox, entry.slot, pidfd, keep_scratch) {
+            Ok(ended) => ended,
+            Err(reason) => {
+                self.registry.not_ended(sandbox);
+                eprintln!("dsec-spawner: ending {sandbox}: {reason}");
+                return peer.send(&verbs::error(id, "failed", &reason.to_string()));
+            }
+        };
         self.endings.leave(sandbox);
         self.registry.remove(sandbox);
         if ended.left.is_empty() {
