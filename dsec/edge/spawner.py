@@ -43,8 +43,6 @@ class SandboxSpec(msgspec.Struct, kw_only=True):
     """Bytes of the writable layer."""
     extra_ids: list[int]
     """Owner ids above 65,535 that the layers' files carry."""
-    no_new_privs: bool
-    cpu_class: str
     history: int
     """Bytes that chronus keeps of each output stream."""
     origin: str | None = None
@@ -223,7 +221,7 @@ class Spawner:
         await self._verbs.call("layer_mount", {"meta": meta, "blob": blob, "lazy": lazy}, _Nothing)
 
     async def layer_unmount(self, meta: str) -> None:
-        """Unmount a layer. Code ``conflict`` while a sandbox uses it."""
+        """Unmount a layer. Sandboxes that use it keep it. Repeatable."""
         await self._verbs.call("layer_unmount", {"meta": meta}, _Nothing)
 
     async def layers(self) -> list[str]:
@@ -243,14 +241,6 @@ class Spawner:
         layer if ``keep_scratch``. Repeatable: of a
         sandbox that isn't there, any leftovers are removed."""
         return await self._verbs.call("kill", {"sandbox": sandbox, "keep_scratch": keep_scratch}, KillFigures)
-
-    async def limits(
-        self, sandbox: str, *, memory: int | None = None, cpu_millis: int | None = None, pids: int | None = None, disk: int | None = None
-    ) -> None:
-        """Change limits of a running sandbox (units as in SandboxSpec); None leaves one as it is."""
-        wanted = {"memory": memory, "cpu_millis": cpu_millis, "pids": pids, "disk": disk}
-        given = {name: value for name, value in wanted.items() if value is not None}
-        await self._verbs.call("limits", {"sandbox": sandbox, **given}, _Nothing)
 
     async def usage(self, sandboxes: Iterable[str]) -> dict[str, int]:
         """Bytes that each sandbox's writable layer takes; one that isn't there is left out."""

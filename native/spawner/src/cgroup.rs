@@ -75,13 +75,14 @@ pub struct Cgroups {
     pub mode: Mode,
 }
 
-/// What limits a sandbox; None leaves a limit as it is.
-#[derive(Default, Clone, Copy, Debug)]
+/// What limits a sandbox.
+#[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    pub memory: Option<u64>,
-    /// Thousandths of a CPU; 0: no quota.
+    /// Bytes.
+    pub memory: u64,
+    /// Thousandths of a CPU; None: no quota.
     pub cpu_millis: Option<u64>,
-    pub pids: Option<u64>,
+    pub pids: u64,
 }
 
 /// What a sandbox used, read just before its groups go.
@@ -224,15 +225,7 @@ impl Cgroups {
         for root in self.roots() {
             sysapi::make_dir_at(root, &name, 0o755)?;
         }
-        // A fresh group has no quota: only one that says something is written, for writing walks the tree of groups.
-        let quota = limits.cpu_millis.filter(|millis| *millis > 0);
-        self.set(
-            id,
-            Limits {
-                cpu_millis: quota,
-                ..limits
-            },
-        )?;
+        self.limit(id, limits)?;
         let Some(v2) = &self.v2 else {
             return Ok(None);
         };
@@ -244,30 +237,33 @@ impl Cgroups {
         Ok(Some(dir))
     }
 
-    pub fn set(&self, id: &str, limits: Limits) -> io::Result<()> {
+    /// Writes the limits of fresh groups, which have none.
+    fn limit(&self, id: &str, limits: Limits) -> io::Result<()> {
         let write = |root: RawFd, file: &str, value: &str| {
             sysapi::write_at(root, &text(&format!("{id}/{file}")), value.as_bytes())
                 .map_err(|error| io::Error::new(error.kind(), format!("{file}={value}: {error}")))
         };
-        if let (Some(bytes), Some((root, v2))) = (limits.memory, self.controller("memory")) {
-            if v2 {
-                write(root, "memory.max", &bytes.to_string())?;
+        let memory = limits.memory.to_string();
+        match self.controller("memory") {
+            Some((root, true)) => {
+                write(root, "memory.max", &memory)?;
                 let _ = write(root, "memory.swap.max", "0");
-            } else {
-                write(root, "memory.limit_in_bytes", &bytes.to_string())?;
-                let _ = write(root, "memory.memsw.limit_in_bytes", &bytes.to_string());
             }
+            Some((root, false)) => {
+                write(root, "memory.limit_in_bytes", &memory)?;
+                let _ = write(root, "memory.memsw.limit_in_bytes", &memory);
+            }
+            None => {}
         }
-        if let (Some(count), Some((root, _))) = (limits.pids, self.controller("pids")) {
-            write(root, "pids.max", &count.to_string())?;
+        if let Some((root, _)) = self.controller("pids") {
+            write(root, "pids.max", &limits.pids.to_string())?;
         }
         if let (Some(millis), Some((root, v2))) = (limits.cpu_millis, self.controller("cpu")) {
             let quota = millis * PERIOD_US / 1000;
-            match (v2, millis) {
-                (true, 0) => write(root, "cpu.max", "max")?,
-                (true, _) => write(root, "cpu.max", &format!("{quota} {PERIOD_US}"))?,
-                (false, 0) => write(root, "cpu.cfs_quota_us", "-1")?,
-                (false, _) => write(root, "cpu.cfs_quota_us", &quota.to_string())?,
+            if v2 {
+                write(root, "cpu.max", &format!("{quota} {PERIOD_US}"))?;
+            } else {
+                write(root, "cpu.cfs_quota_us", &quota.to_string())?;
             }
         }
         Ok(())

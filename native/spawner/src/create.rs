@@ -153,10 +153,11 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
     let base = node.uid_base + slot * IDS_PER_SANDBOX;
     let own_id = base + IDS_PER_SANDBOX - 1;
     let limits = Limits {
-        memory: Some(spec.memory),
-        // As much as the node has is no limit; telling the kernel costs a walk over every group.
-        cpu_millis: Some(spec.cpu_millis).filter(|millis| *millis < node.cores as u64 * 1000),
-        pids: Some(spec.pids),
+        memory: spec.memory,
+        // None, and as much as the node has, is no limit; telling the kernel costs a walk over every group.
+        cpu_millis: Some(spec.cpu_millis)
+            .filter(|millis| (1..node.cores as u64 * 1000).contains(millis)),
+        pids: spec.pids,
     };
     let cgroup = match node.cgroups.create(&spec.id, limits, own_id) {
         // An ended sandbox's groups go a moment later than the rest of it, and a creation that was cut off is repeated under its name.

@@ -460,11 +460,6 @@ impl Server {
                 .layers
                 .mounted()
                 .map(|digests| verbs::layers(id, &digests)),
-            Verb::Limits {
-                sandbox,
-                limits,
-                disk,
-            } => self.limit(&sandbox, limits, disk).map(|()| verbs::done(id)),
             Verb::Usage { sandboxes } => {
                 let disk: Vec<(String, u64)> = sandboxes
                     .into_iter()
@@ -528,22 +523,6 @@ impl Server {
             ));
         }
         snapshot::take(&self.node, sandbox, name)
-    }
-
-    fn limit(
-        &self,
-        sandbox: &str,
-        limits: crate::cgroup::Limits,
-        disk: Option<u64>,
-    ) -> io::Result<()> {
-        if self.registry.get(sandbox).is_none() {
-            return Err(io::Error::new(
-                io::ErrorKind::NotFound,
-                format!("no sandbox {sandbox}"),
-            ));
-        }
-        self.node.cgroups.set(sandbox, limits)?;
-        disk.map_or(Ok(()), |bytes| self.node.scratch.limit(sandbox, bytes))
     }
 
     fn list(&self) -> Vec<Listed> {
