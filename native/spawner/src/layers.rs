@@ -116,11 +116,14 @@ impl Means {
     }
 }
 
+/// The files of covers, by what they were made for.
+type Covers = HashMap<covers::Key, Vec<CString>>;
+
 /// What those threads share.
 struct Pinned {
     layers: Mutex<HashMap<String, Mounted>>,
     means: Means,
-    covers: Mutex<HashMap<covers::Key, Arc<Vec<CString>>>>,
+    covers: Mutex<Covers>,
     dev: OwnedFd,
     sys: OwnedFd,
 }
@@ -160,6 +163,9 @@ fn work(inbox: &Mutex<mpsc::Receiver<Job>>, state: &Pinned) {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+/// Pairs of limits whose covers are kept at once, some 10 KB each.
+const MAX_COVERS: usize = 256;
 
 /// Where things are in the pinned namespace.
 const LAYERS: &str = "/layers";
@@ -597,6 +603,7 @@ impl Pinned {
         for entry in std::fs::read_dir(STACK)?.flatten() {
             clear_stage(&entry.path())?;
         }
+        remove_covers()?;
         let mut layers = HashMap::new();
         for directory in [LAYERS, LAZY] {
             std::fs::create_dir_all(directory)?;
@@ -732,11 +739,13 @@ impl Pinned {
         }
     }
 
-    /// Detached mounts of the covers for these limits, whose files are made on first use (or were, by an earlier spawner).
+    /// Detached mounts of the covers for these limits, whose files are made on first use.
     fn covers(&self, key: &covers::Key) -> io::Result<Vec<OwnedFd>> {
         let attributes =
             MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC;
-        self.cover_files(key)?
+        // Locked until they are mounted: files of other limits may take their place.
+        let mut known = lock(&self.covers);
+        cover_files(&mut known, key)?
             .iter()
             .map(|path| {
                 let mount = clone_mount(libc::AT_FDCWD, path)?;
@@ -745,27 +754,33 @@ impl Pinned {
             })
             .collect()
     }
+}
 
-    fn cover_files(&self, key: &covers::Key) -> io::Result<Arc<Vec<CString>>> {
-        let mut known = lock(&self.covers);
-        if let Some(paths) = known.get(key) {
-            return Ok(paths.clone());
+fn cover_files<'a>(known: &'a mut Covers, key: &covers::Key) -> io::Result<&'a [CString]> {
+    if !known.contains_key(key) {
+        if known.len() >= MAX_COVERS {
+            known.clear();
+            remove_covers()?;
         }
-        let directory = PathBuf::from(format!("{COVERS}/{}", key.name()));
+        let directory = Path::new(COVERS).join(key.name());
         std::fs::create_dir_all(&directory)?;
         let mut paths = Vec::new();
         for (name, content) in key.files()? {
-            let (path, partial) = (directory.join(name), directory.join(format!("{name}.part")));
-            if !path.exists() {
-                File::create(&partial)?.write_all(content.as_bytes())?;
-                std::fs::rename(&partial, &path)?;
-            }
+            let path = directory.join(name);
+            std::fs::write(&path, content)?;
             paths.push(text(&path)?);
         }
-        let paths = Arc::new(paths);
-        known.insert(key.clone(), paths.clone());
-        Ok(paths)
+        known.insert(key.clone(), paths);
     }
+    Ok(&known[key])
+}
+
+/// Removes the files of all covers. Those that are mounted in sandboxes live on there.
+fn remove_covers() -> io::Result<()> {
+    for entry in std::fs::read_dir(COVERS)? {
+        std::fs::remove_dir_all(entry?.path())?;
+    }
+    Ok(())
 }
 
 /// A detached overlay of these detached layers, the top one first, with the writable one in `volume`.
