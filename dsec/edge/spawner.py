@@ -43,8 +43,6 @@ class SandboxSpec(msgspec.Struct, kw_only=True):
     """Bytes of the writable layer."""
     extra_ids: list[int]
     """Owner ids above 65,535 that the layers' files carry."""
-    no_new_privs: bool
-    cpu_class: str
     history: int
     """Bytes that chronus keeps of each output stream."""
     origin: str | None = None
@@ -224,7 +222,7 @@ class Spawner:
         await self._verbs.call("layer_mount", {"meta": meta, "blob": blob, "lazy": lazy}, _Nothing)
 
     async def layer_unmount(self, meta: str) -> None:
-        """Unmount a layer. Code ``conflict`` while a sandbox uses it."""
+        """Unmount a layer. Sandboxes that use it keep it. Repeatable."""
         await self._verbs.call("layer_unmount", {"meta": meta}, _Nothing)
 
     async def layers(self) -> dict[str, bool]:

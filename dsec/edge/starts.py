@@ -313,8 +313,6 @@ class Starts:
             disk=max(MB, record.disk_mb * MB - record.inherited),
             origin=snapshot,
             extra_ids=list(record.extra_ids),
-            no_new_privs=record.no_new_privs,
-            cpu_class=record.cpu_class,
             history=min(HISTORY_BYTES, record.memory_mb * MB // HISTORY_SHARE),
         )
         for attempt in range(1, SPAWNER_TRIES + 1):

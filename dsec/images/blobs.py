@@ -137,11 +137,21 @@ class BlobDirectory:
                 retired.append(target)
         return retired
 
-    def link(self, file: Path, digest: str) -> None:
-        """Makes a file on the same filesystem a blob, and leaves it where it is. Raises OSError."""
+    def hold(self, file: Path) -> Path:
+        """Gives a file on the same filesystem a second name, in a workspace of its own. Raises OSError."""
+        workspace = self.make_workspace()
+        try:
+            os.link(file, workspace / file.name)
+        except OSError:
+            workspace.rmdir()
+            raise
+        return workspace / file.name
+
+    def adopt(self, held: Path, digest: str) -> None:
+        """Makes a held file a blob; its first name stays. Raises OSError."""
         if self.has(digest):
             return
-        os.link(file, self.path(digest))
+        held.rename(self.path(digest))
         self._sync()
 
     def delete(self, retired: Iterable[Path]) -> int:

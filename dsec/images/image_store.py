@@ -166,9 +166,17 @@ class ImageStore:
             if await self._sharing.lease.hold(digests, HOLD_S, within_s=LOOK_S):
                 await self._puller.check_frames(await self._puller.states(environment.layers))
 
-    def adopt_blob(self, blob: str, file: Path) -> None:
-        """Makes ``file``, on the same filesystem, whose every chunk was checked by its table, the whole blob of that digest. Blocks."""
-        self._blobs.link(file, digest_of(hex_of(blob)))
+    def hold_blob(self, file: Path) -> Path:
+        """Gives a file on the same filesystem a second name, under which it is no blob yet. Blocks. Raises OSError."""
+        return self._blobs.hold(file)
+
+    def adopt_blob(self, blob: str, held: Path) -> None:
+        """Makes a held file, whose every chunk was checked by its table, the whole blob of that digest. Blocks. Raises OSError."""
+        self._blobs.adopt(held, digest_of(hex_of(blob)))
+
+    def release_blob(self, held: Path) -> None:
+        """Removes the second name, unless it has become a blob. Blocks."""
+        self._blobs.remove_workspace(held.parent)
 
     def note_start(self, environment: Environment) -> None:
         """Counts a sandbox that starts from the environment, for :meth:`stats`."""

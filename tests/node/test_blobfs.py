@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from tests.conftest import require_root
-from tests.node.blobfs_node import BIN, CHUNK, Connection, Layer, Node, chunked, eventually, running_node
+from tests.node.blobfs_node import BIN, CHUNK, DEADLINE_S, Connection, Layer, Node, chunked, eventually, running_node
 
 MB = 1 << 20
 
@@ -340,6 +340,51 @@ def test_readers_are_let_go_when_no_spawner_comes_back(node: Node, parts: tuple[
     # The next ones begin anew.
     node.fetcher.gate.set()
     node.mount(layer, node.start_spawner(), node.start_blobfs())
+    assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
+
+
+def abort(node: Node) -> None:
+    """Ends the kernel's connection to blobfs, whose filesystem stays mounted."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    child = os.fork()
+    if child == 0:
+        with (node.run / "layers.ns").open() as namespace:
+            entered = libc.setns(namespace.fileno(), 0)
+        mnt_force = 1
+        # Refused, for layers lie over it; but by then it is cut off.
+        libc.umount2(b"/blobs", mnt_force)
+        os._exit(0 if entered == 0 and ctypes.get_errno() == errno.EBUSY else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_dead_connection_is_not_handed_out_again(node: Node, parts: tuple[Connection, Connection]) -> None:
+    spawner, _ = parts
+    layer = mounted(node, parts, {"noise": noise(MB)})
+    abort(node)
+    assert node.blobfs_process is not None
+    assert node.blobfs_process.wait(DEADLINE_S) == 1
+    blobfs = node.start_blobfs()
+    spawner.event("blobs_aborted")
+    node.mount(layer, spawner, blobfs)
+    assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
+
+
+def test_who_mounts_the_first_layer_is_let_go_too_when_nobody_serves(node: Node, parts: tuple[Connection, Connection]) -> None:
+    spawner, blobfs = parts
+    assert node.blobfs_process is not None and node.spawner_process is not None
+    layer = node.layer({"noise": noise(MB)})
+    blobfs.do("register", blob=layer.blob.hex, index=layer.blob.table)
+    # It has the name and doesn't answer.
+    node.blobfs_process.send_signal(signal.SIGSTOP)
+    mount = functools.partial(spawner.ask, "layer_mount", 60, meta=layer.meta, blob=layer.blob.hex, lazy=True)
+    mounting = in_thread(lambda: msgspec.msgpack.encode(mount()))
+    tasks = Path(f"/proc/{node.spawner_process.pid}/task")
+    (waiter,) = [task for task in tasks.iterdir() if (task / "comm").read_text().strip() == "lazy"]
+    openat = "257 "
+    eventually(lambda: (waiter / "syscall").read_text().startswith(openat), "the question of the name")
+    node.kill(node.blobfs_process)
+    assert "error" in msgspec.msgpack.decode(mounting.result(45))
+    node.mount(layer, spawner, node.start_blobfs())
     assert node.lazy(layer, "noise").read_bytes() == layer.files["noise"]
 
 

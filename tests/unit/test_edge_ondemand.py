@@ -34,6 +34,8 @@ class FakeBlobfs(Blobfs):
         self.prefetched: list[tuple[str, list[int]]] = []
         self.traced: set[str] = set()
         self.sealed: set[str] = set()
+        self.before_seal: Callable[[], None] = lambda: None
+        self.incomplete = False
         self.refuses = False
         self.complete: set[str] = set()
         self.mounted = False
@@ -50,6 +52,9 @@ class FakeBlobfs(Blobfs):
         self.registered[blob] = index
 
     async def seal(self, blob: str) -> None:
+        self.before_seal()
+        if self.incomplete:
+            raise BlobfsError("conflict", "it is not complete")
         self.sealed.add(blob)
 
     async def prefetch(self, blob: str, chunks: Sequence[int]) -> None:
@@ -80,6 +85,7 @@ class LazyImages(Images):
         super().__init__()
         self.trace_of_base: list[Touch] | None = None
         self.saved: list[Touch] = []
+        self.held: list[Path] = []
         self.adopted: list[tuple[str, Path]] = []
         self.unreachable = False
         self.whole = False
@@ -109,8 +115,15 @@ class LazyImages(Images):
 
     async def record_reads(self, figures: Mapping[str, BlobFigures]) -> None: ...
 
-    def adopt_blob(self, blob: str, file: Path) -> None:
-        self.adopted.append((blob, file))
+    def hold_blob(self, file: Path) -> Path:
+        self.held.append(file)
+        return file.with_suffix(".held")
+
+    def adopt_blob(self, blob: str, held: Path) -> None:
+        self.adopted.append((blob, held))
+
+    def release_blob(self, held: Path) -> None:
+        self.held.remove(held.with_suffix(""))
 
 
 @pytest.fixture
@@ -187,14 +200,29 @@ async def test_a_blobfs_that_refuses_fails_the_creation_with_its_words(edge: Edg
     assert not node.kernel and not edge.in_use()
 
 
-async def test_a_complete_blob_is_sealed_before_it_is_taken_over(
+async def test_a_complete_blob_is_held_then_sealed_then_taken_over(
     edge: Edge, images: LazyImages, blobfs: FakeBlobfs, tmp_path: Path
 ) -> None:
     await create(edge)
     assert blobfs.listener is not None
+    file = tmp_path / "blobfs" / BLOB
+    at_the_seal: list[tuple[list[Path], int]] = []
+    blobfs.before_seal = lambda: at_the_seal.append((list(images.held), len(images.adopted)))
     blobfs.listener.on_complete(BLOB)
-    await eventually(lambda: bool(images.adopted))
-    assert images.adopted == [(BLOB, tmp_path / "blobfs" / BLOB)] and blobfs.sealed == {BLOB}
+    await eventually(lambda: bool(images.adopted) and not images.held)
+    assert at_the_seal == [([file], 0)]
+    assert images.adopted == [(BLOB, file.with_suffix(".held"))] and blobfs.sealed == {BLOB}
+
+
+async def test_a_blob_that_a_restarted_blobfs_gave_up_in_part_is_not_taken_over(edge: Edge, images: LazyImages, blobfs: FakeBlobfs) -> None:
+    await create(edge)
+    assert blobfs.listener is not None
+    asked = asyncio.Event()
+    blobfs.incomplete, blobfs.before_seal = True, asked.set
+    blobfs.listener.on_complete(BLOB)
+    await asked.wait()
+    await eventually(lambda: not images.held)
+    assert images.adopted == []
 
 
 async def test_reads_that_fail_are_events_of_the_sandboxes_that_use_the_blob(edge: Edge, blobfs: FakeBlobfs) -> None:

@@ -39,8 +39,6 @@ SPEC = SandboxSpec(
     pids=1024,
     disk=10 << 30,
     extra_ids=[70_000],
-    no_new_privs=False,
-    cpu_class="best_effort",
     history=8 << 20,
 )
 FACTS: Map = {"version": "0.1.0", "kernel": "6.18.1", "cores": 2, "memory": 1 << 34, "cgroup": "hybrid"}
@@ -212,8 +210,8 @@ async def test_replies_find_their_calls_in_any_order(fake: FakeSpawner, spawner:
 
 
 async def test_a_refusal_raises_its_code_and_message(fake: FakeSpawner, spawner: Spawner) -> None:
-    with pytest.raises(SpawnerError, match="is in use") as caught:
-        await answered(spawner.layer_unmount("ab"), fake, {"error": {"code": "conflict", "message": "the layer is in use"}})
+    with pytest.raises(SpawnerError, match="exists") as caught:
+        await answered(spawner.create(SPEC), fake, {"error": {"code": "conflict", "message": "sb-1 exists"}})
     assert caught.value.code == "conflict"
     assert not isinstance(caught.value, SpawnerLost)
 

@@ -1,7 +1,8 @@
 //! All blobs of the node: what is kept of each, who reads it, and what is on its way.
 //!
-//! One lock guards the tables; files are read and written, and frames decoded, outside of it. A chunk that is read is pinned meanwhile, so that it
-//! isn't given up under the reader; a chunk that is written is in flight, so that nobody else writes it.
+//! One lock guards the tables; files are read and written, and frames decoded, outside of it. Chunks are given up (their holes punched) under it, so that
+//! nobody takes them for present meanwhile. A chunk that is read is pinned, so that it isn't given up under the reader; a chunk that is written is in
+//! flight, so that nobody else writes it.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -9,7 +10,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::{mpsc, Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::cache::{self, CacheFile, Directory};
+use wire::digest::is_digest;
+
+use crate::cache::{CacheFile, Directory};
 use crate::chunk;
 use crate::device::{Attributes, Device};
 use crate::events::{Event, Events};
@@ -192,7 +195,7 @@ pub struct Blobs {
 
 /// The number of a blob's inode: the same in every process, since the kernel keeps it over restarts. None for what is no digest.
 fn node_of(hex: &str) -> Option<u64> {
-    if !cache::is_digest(hex) {
+    if !is_digest(hex) {
         return None;
     }
     // 0 and 1 mean something else to FUSE.
@@ -434,7 +437,10 @@ impl Blobs {
         for (hex, raw) in tables {
             // A table that this version can't read is one that nobody has registered with it.
             if let (Some(node), Ok(table)) = (node_of(&hex), Table::parse(&raw)) {
-                blobs.add(hex, node, table)?;
+                // The others shall be served: this one's readers get EIO, until it is registered anew.
+                if let Err(error) = blobs.add(hex, node, table) {
+                    eprintln!("dsec-blobfs: {error}");
+                }
             }
         }
         Ok(blobs)
@@ -482,7 +488,10 @@ impl Blobs {
 
     fn add(&self, hex: String, node: u64, table: Table) -> io::Result<()> {
         let file = self.directory.open_data(&hex, &table)?;
-        let kept = file.survey(&table)?;
+        let kept = file.survey(&table).map_err(|error| {
+            let message = format!("looking for what is kept of {hex}: {error}");
+            io::Error::new(error.kind(), message)
+        })?;
         let sealed = file.is_linked();
         let chunks: Vec<Chunk> = table
             .entries
@@ -1003,6 +1012,8 @@ impl Blobs {
         }
         if let Some(blob) = state.blobs.get_mut(&key.node) {
             blob.chunks[key.chunk as usize] = Chunk::Absent;
+            // It was Kept: a chunk that is being checked is pinned.
+            blob.kept -= 1;
         }
         state.flights.enqueue(key);
         self.send(&mut state);
@@ -1068,8 +1079,8 @@ impl Blobs {
                 self.arrived(state, key, start, &content);
             }
             Err(error) => {
-                if !sealed {
-                    // Part of it may have been allocated.
+                // Part of it may have been allocated. What became doubtful may still be read by somebody, who must not find a hole.
+                if !sealed && !state.pins.contains_key(&key) {
                     let _ = file.punch(start, length.into());
                 }
                 self.pass(state, key, start, content, &error);
@@ -1173,5 +1184,127 @@ impl Blobs {
             self.tell(told);
             std::thread::sleep(TICK);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::table::tests::table;
+    use std::os::unix::fs::FileExt;
+    use std::path::{Path, PathBuf};
+
+    /// Blobs over what is in a directory, the jobs that they want done, and the directory, which is removed at the end.
+    struct Scene {
+        blobs: Blobs,
+        jobs: mpsc::Receiver<Job>,
+        path: PathBuf,
+    }
+
+    impl Scene {
+        fn opened(name: &str, prepare: impl FnOnce(&Path, &Directory)) -> Self {
+            let path =
+                std::env::temp_dir().join(format!("dsec-blobs-{}-{name}", std::process::id()));
+            let directory = Directory::open(path.clone()).unwrap();
+            prepare(&path, &directory);
+            let null = std::fs::File::options().write(true).open("/dev/null");
+            let (jobs, to_do) = mpsc::channel();
+            let blobs = Blobs::open(
+                directory,
+                Arc::new(Device::new(null.unwrap().into())),
+                1 << 30,
+                Duration::from_secs(60),
+                jobs,
+                Arc::default(),
+            );
+            Scene {
+                blobs: blobs.unwrap(),
+                jobs: to_do,
+                path,
+            }
+        }
+
+        fn work(&self) {
+            self.jobs.try_iter().for_each(|job| self.blobs.work(job));
+        }
+    }
+
+    impl Drop for Scene {
+        fn drop(&mut self) {
+            std::fs::remove_dir_all(&self.path).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_blob_whose_file_cant_be_opened_costs_no_other() {
+        let [good, bad] = ["a", "b"].map(|letter| letter.repeat(64));
+        let scene = Scene::opened("bad", |path, directory| {
+            for blob in [&good, &bad] {
+                directory.save_table(blob, &table(4096)).unwrap();
+            }
+            std::fs::create_dir(path.join(&bad)).unwrap();
+        });
+        let names: Vec<String> = scene
+            .blobs
+            .names()
+            .into_iter()
+            .map(|(_, name)| name)
+            .collect();
+        assert_eq!(names, [good]);
+    }
+
+    /// The third chunk of four was lost, the first one is wrong.
+    #[test]
+    fn what_is_left_is_checked_once_nothing_is_missing_whatever_was_wrong_before() {
+        let hex = "a".repeat(64);
+        let scene = Scene::opened("wrong", |path, directory| {
+            directory.save_table(&hex, &table(4 * 4096)).unwrap();
+            let file = std::fs::File::create(path.join(&hex)).unwrap();
+            for (chunk, byte) in [(0, 1), (1, 0), (3, 0)] {
+                file.write_all_at(&[byte; 4096], chunk * 4096).unwrap();
+            }
+        });
+        let asked = |chunk: u32| {
+            scene.blobs.prefetch(&hex, &[chunk]).unwrap();
+            let (node, _) = scene.blobs.names()[0];
+            (Key { node, chunk }, scene.jobs.try_iter().next())
+        };
+        let (first, job) = asked(0);
+        let Some(Job::Check { serial: number, .. }) = job else {
+            panic!("a chunk that is there is looked at first");
+        };
+        scene.blobs.work(Job::Check {
+            key: first,
+            serial: number,
+        });
+        let frame = || vec![0; 4096];
+        scene.blobs.work(Job::Landed {
+            key: first,
+            serial: number,
+            frame: frame(),
+        });
+        let (third, job) = asked(2);
+        assert!(job.is_none(), "nothing of it is there to be checked");
+        scene.blobs.work(Job::Landed {
+            key: third,
+            serial: number + 1,
+            frame: frame(),
+        });
+        scene.work();
+        assert!(scene.blobs.stats(None).blobs[0].complete);
+        scene.blobs.seal(&hex).unwrap();
+    }
+
+    #[test]
+    fn what_an_earlier_process_kept_cant_be_sealed_before_it_is_checked() {
+        let hex = "a".repeat(64);
+        let scene = Scene::opened("seal", |path, directory| {
+            directory.save_table(&hex, &table(2 * 4096)).unwrap();
+            let file = std::fs::File::create(path.join(&hex)).unwrap();
+            file.write_all_at(&[0; 2 * 4096], 0).unwrap();
+        });
+        assert_eq!(scene.blobs.seal(&hex).unwrap_err().0, "conflict");
+        scene.work();
+        scene.blobs.seal(&hex).unwrap();
     }
 }

@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
+use wire::digest::is_digest;
 
 use crate::table::{Kind, Table};
 
@@ -27,11 +28,6 @@ fn check(result: libc::c_int) -> io::Result<()> {
 
 fn named<T>(path: &Path, result: io::Result<T>) -> io::Result<T> {
     result.map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
-}
-
-pub fn is_digest(name: &str) -> bool {
-    let hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-    name.len() == 64 && name.bytes().all(hex)
 }
 
 impl Directory {
@@ -72,26 +68,34 @@ impl Directory {
         std::fs::rename(&partial, self.table(blob))
     }
 
-    /// The blobs whose tables are here and whole. Everything else in the directory is removed.
+    /// The blobs whose tables are here and whole. Everything else in the directory is removed, but for what the disk doesn't give: that is said, and left to
+    /// a later process.
     pub fn load_tables(&self) -> io::Result<Vec<(String, Vec<u8>)>> {
         let mut found = Vec::new();
+        let mut unread = Vec::new();
         let mut others = Vec::new();
         for entry in named(&self.path, std::fs::read_dir(&self.path))?.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             match name.strip_suffix(".idx") {
-                Some(blob) if is_digest(blob) => match read_table(&entry.path())? {
-                    Some(raw) => found.push((blob.to_owned(), raw)),
-                    None => others.push(name),
+                Some(blob) if is_digest(blob) => match read_table(&entry.path()) {
+                    Ok(Some(raw)) => found.push((blob.to_owned(), raw)),
+                    Ok(None) => others.push(name),
+                    Err(error) => {
+                        eprintln!("dsec-blobfs: {error}");
+                        unread.push(blob.to_owned());
+                    }
                 },
                 _ if name == "lock" => {}
                 _ => others.push(name),
             }
         }
         for name in others {
-            let has_table = found.iter().any(|(blob, _)| *blob == name);
+            let is_known = found.iter().any(|(blob, _)| *blob == name) || unread.contains(&name);
             let path = self.path.join(&name);
-            if !has_table && path.is_file() {
-                named(&path, std::fs::remove_file(&path))?;
+            if !is_known && path.is_file() {
+                if let Err(error) = named(&path, std::fs::remove_file(&path)) {
+                    eprintln!("dsec-blobfs: {error}");
+                }
             }
         }
         Ok(found)
@@ -285,6 +289,21 @@ mod tests {
             assert!(!path.join(&broken).exists() && !path.join(&stray).exists());
             directory.remove(&good).unwrap();
             assert_eq!(directory.load_tables().unwrap(), []);
+        });
+    }
+
+    #[test]
+    fn a_table_that_cant_be_read_costs_no_other_and_its_data_stays() {
+        in_directory("unread", |directory, path| {
+            let [good, bad] = ["a", "b"].map(|letter| letter.repeat(64));
+            let raw = table::tests::table(4096);
+            directory.save_table(&good, &raw).unwrap();
+            let table = Table::parse(&raw).unwrap();
+            drop(directory.open_data(&bad, &table).unwrap());
+            // Opened like a file, read like none.
+            std::fs::create_dir(path.join(format!("{bad}.idx"))).unwrap();
+            assert_eq!(directory.load_tables().unwrap(), [(good, raw)]);
+            assert!(path.join(&bad).exists());
         });
     }
 }

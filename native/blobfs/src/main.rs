@@ -52,7 +52,8 @@ fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
 
 /// Runs until the connection to the kernel ends, which is an error: whoever starts it next gets another one.
 fn run(options: &Options) -> io::Result<()> {
-    raise_descriptor_limit()?;
+    // A descriptor is open for every registered blob.
+    wire::process::raise_descriptor_limit()?;
     // Before anything else, so that an earlier process has ended: two must not read the same connection.
     let directory = Directory::open(options.state_dir.join("blobfs"))?;
     let spawner_socket = options.run_dir.join("spawner.sock");
@@ -110,21 +111,6 @@ fn run(options: &Options) -> io::Result<()> {
         start("reads", move || exit(serve(&device, &blobs)))?;
     }
     exit(serve(&device, &blobs))
-}
-
-/// A descriptor is open for every registered blob.
-fn raise_descriptor_limit() -> io::Result<()> {
-    // SAFETY: rlimit is plain data.
-    let result = unsafe {
-        let mut limit: libc::rlimit = std::mem::zeroed();
-        libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit);
-        limit.rlim_cur = limit.rlim_max;
-        libc::setrlimit(libc::RLIMIT_NOFILE, &limit)
-    };
-    if result < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
 }
 
 fn exit(result: io::Result<()>) -> ! {

@@ -2,12 +2,9 @@
 
 use std::io;
 
-use wire::capabilities::{sets, Header, Words, COMMAND_BITS};
+use wire::capabilities::{bound, sets, Header, Words, COMMAND_BITS};
 
-use crate::kernel::{check, errno};
-
-/// More numbers than any kernel has capabilities.
-const CAPABILITIES_MAX: libc::c_ulong = 63;
+use crate::kernel::check;
 
 fn set(bits: u64) -> io::Result<()> {
     let (header, words) = (Header::OWN, sets(bits));
@@ -32,15 +29,8 @@ fn permitted() -> io::Result<u64> {
 /// Prepares this process so that its children need little more: the bounding set is what a command may ever have, nothing is inheritable
 /// or ambient. Chronus itself keeps what it has, since it never executes another program.
 pub fn confine_children() -> io::Result<()> {
-    for number in (0..=CAPABILITIES_MAX).filter(|number| COMMAND_BITS >> number & 1 == 0) {
-        // SAFETY: a plain prctl call.
-        match check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, number) }) {
-            // The kernel has no more of them.
-            Err(error) if errno(&error) == libc::EINVAL => break,
-            dropped => dropped?,
-        };
-    }
-    // SAFETY: as above; the unused arguments have to be 0.
+    bound(COMMAND_BITS)?;
+    // SAFETY: a plain prctl call; the unused arguments have to be 0.
     check(unsafe {
         libc::prctl(
             libc::PR_CAP_AMBIENT,

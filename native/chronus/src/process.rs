@@ -13,7 +13,7 @@ use crate::execution::Execution;
 use crate::kernel::{self, check, check_size, errno};
 use crate::report::{Report, Reports, Stage};
 use crate::spawn::{Areas, Plan};
-use crate::users::{self, Unknown};
+use crate::users::{Unresolved, Users};
 
 /// Under memory pressure a command goes before chronus does.
 const COMMAND_OOM_SCORE: &[u8] = b"500";
@@ -74,6 +74,7 @@ pub struct Starter {
     areas: Areas,
     /// /proc/self/oom_score_adj, opened while this process could.
     oom_score: Option<OwnedFd>,
+    users: Users,
     /// The own score is the commands' now.
     raised: bool,
 }
@@ -95,6 +96,7 @@ impl Starter {
             capabilities,
             areas: Areas::default(),
             oom_score,
+            users: Users::new(),
             raised: false,
         }
     }
@@ -111,11 +113,14 @@ impl Starter {
             stage,
             errno: libc::EINVAL,
         };
-        let account = users::look_up(launch.user).map_err(|unknown| {
-            invalid(match unknown {
-                Unknown::User => Stage::UnknownUser,
-                Unknown::Group => Stage::UnknownGroup,
-            })
+        let account = self.users.look_up(launch.user);
+        let account = account.map_err(|unresolved| match unresolved {
+            Unresolved::User => invalid(Stage::UnknownUser),
+            Unresolved::Group => invalid(Stage::UnknownGroup),
+            Unresolved::Unreadable(errno) => StartError {
+                stage: Stage::Users,
+                errno,
+            },
         })?;
         let body = match launch.program {
             Program::Builtin(name, arguments) => Body::Builtin(name, arguments),
@@ -461,6 +466,9 @@ impl Attempt {
         match error.stage {
             Stage::Fork => format!("fork: {reason}"),
             Stage::Stdio => format!("standard descriptors: {reason}"),
+            Stage::Users => {
+                format!("user {user}: the sandbox's /etc/passwd or /etc/group: {reason}")
+            }
             Stage::UnknownUser => format!("user {user}: not in the sandbox's /etc/passwd"),
             Stage::UnknownGroup => {
                 format!("user {user}: its group is not in the sandbox's /etc/group")

@@ -14,6 +14,7 @@ const SLOTS_PER_PAGE: usize = PAGE / size_of::<Slot>();
 pub enum Stage {
     Fork,
     Stdio,
+    Users,
     UnknownUser,
     UnknownGroup,
     Credentials,
@@ -23,9 +24,10 @@ pub enum Stage {
     Execute,
 }
 
-const STAGES: [Stage; 9] = [
+const STAGES: [Stage; 10] = [
     Stage::Fork,
     Stage::Stdio,
+    Stage::Users,
     Stage::UnknownUser,
     Stage::UnknownGroup,
     Stage::Credentials,

@@ -1,4 +1,5 @@
-//! The loop: events in, frames in, commands along, frames out. Nothing in here blocks.
+//! The loop: events in, frames in, commands along, frames out. Nothing in here waits for a process of the sandbox. It waits for the disk where a command's
+//! user is looked up (`users.rs`): for the store, where that file is on a layer that is loaded on demand and was never read.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;

@@ -2,12 +2,18 @@
 //!
 //! The files are the sandbox's, so they may hold anything; lines that can't be understood are skipped.
 
-use std::fs::OpenOptions;
-use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
+use std::borrow::Cow;
+use std::fs::{Metadata, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::kernel::errno;
 
 /// More than this of a passwd or group file is not read.
 const FILE_MAX: u64 = 8 << 20;
+/// A file of at most so many bytes is kept: larger ones would cost the sandbox's memory.
+const KEPT_MAX: u64 = 256 << 10;
 /// The kernel's NGROUPS_MAX.
 const GROUPS_MAX: usize = 65_536;
 
@@ -23,11 +29,15 @@ pub struct Account {
     pub home: Vec<u8>,
 }
 
-/// What of the request isn't there.
+/// Why there is no account.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unknown {
+pub enum Unresolved {
+    /// No such user is in the files.
     User,
+    /// Likewise.
     Group,
+    /// A file is there and can't be read: its errno.
+    Unreadable(i32),
 }
 
 struct Entry<'a> {
@@ -37,13 +47,28 @@ struct Entry<'a> {
     home: &'a [u8],
 }
 
-/// The account for `name`, `uid`, `user:group` or `uid:gid`, by the files in /etc. Empty is root.
-pub fn look_up(request: &str) -> Result<Account, Unknown> {
-    resolve(request, &read("/etc/passwd"), &read("/etc/group"))
+/// The user files in /etc, kept as they were read until they change: on a layer that is loaded on demand a read may have to wait for the store.
+pub struct Users {
+    passwd: Kept,
+    group: Kept,
 }
 
-/// [`look_up`] with the files' contents. A group that is asked for replaces the supplementary ones.
-fn resolve(request: &str, passwd: &[u8], group: &[u8]) -> Result<Account, Unknown> {
+impl Users {
+    pub fn new() -> Self {
+        Users {
+            passwd: Kept::of("/etc/passwd"),
+            group: Kept::of("/etc/group"),
+        }
+    }
+
+    /// The account for `name`, `uid`, `user:group` or `uid:gid`. Empty is root.
+    pub fn look_up(&mut self, request: &str) -> Result<Account, Unresolved> {
+        resolve(request, &self.passwd.content()?, &self.group.content()?)
+    }
+}
+
+/// [`Users::look_up`] with the files' contents. A group that is asked for replaces the supplementary ones.
+fn resolve(request: &str, passwd: &[u8], group: &[u8]) -> Result<Account, Unresolved> {
     let (user, wanted_group) = match request.split_once(':') {
         Some((user, group)) => (user, Some(group)),
         None => (request, None),
@@ -57,7 +82,7 @@ fn resolve(request: &str, passwd: &[u8], group: &[u8]) -> Result<Account, Unknow
     Ok(account)
 }
 
-fn account(user: &str, passwd: &[u8]) -> Result<Account, Unknown> {
+fn account(user: &str, passwd: &[u8]) -> Result<Account, Unresolved> {
     let entries = || passwd.split(|byte| *byte == b'\n').filter_map(entry);
     let number = user.parse::<u32>().ok().filter(|uid| *uid != u32::MAX);
     let found = entries()
@@ -87,7 +112,7 @@ fn account(user: &str, passwd: &[u8]) -> Result<Account, Unknown> {
             home: b"/".to_vec(),
         }),
         (None, None) if user == "root" => Ok(root()),
-        (None, None) => Err(Unknown::User),
+        (None, None) => Err(Unresolved::User),
     }
 }
 
@@ -136,7 +161,7 @@ fn number(field: &[u8]) -> Option<u32> {
         .filter(|id| *id != u32::MAX)
 }
 
-fn group_id(wanted: &str, group: &[u8]) -> Result<u32, Unknown> {
+fn group_id(wanted: &str, group: &[u8]) -> Result<u32, Unresolved> {
     let named = group
         .split(|byte| *byte == b'\n')
         .filter_map(group_entry)
@@ -144,7 +169,7 @@ fn group_id(wanted: &str, group: &[u8]) -> Result<u32, Unknown> {
     named
         .map(|(_, gid, _)| gid)
         .or_else(|| number(wanted.as_bytes()))
-        .ok_or(Unknown::Group)
+        .ok_or(Unresolved::Group)
 }
 
 fn memberships(account: &Account, group: &[u8]) -> Vec<u32> {
@@ -163,21 +188,86 @@ fn memberships(account: &Account, group: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-/// A file's content, empty where it can't be read. O_NONBLOCK: the sandbox may have put a FIFO there.
-fn read(path: &str) -> Vec<u8> {
-    let mut content = Vec::new();
-    if let Ok(file) = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
-        .open(path)
-    {
-        if file.metadata().is_ok_and(|metadata| metadata.is_file())
-            && file.take(FILE_MAX).read_to_end(&mut content).is_err()
-        {
-            content.clear();
+/// What tells one content of a file from the next.
+#[derive(PartialEq, Eq)]
+struct Version {
+    file: (u64, u64),
+    size: u64,
+    /// Of its content and of its inode, in seconds and nanoseconds.
+    changed: [i64; 4],
+}
+
+impl Version {
+    fn of(found: &Metadata) -> Self {
+        Version {
+            file: (found.dev(), found.ino()),
+            size: found.size(),
+            changed: [
+                found.mtime(),
+                found.mtime_nsec(),
+                found.ctime(),
+                found.ctime_nsec(),
+            ],
         }
     }
-    content
+}
+
+/// A file's content, as it was last read.
+struct Kept {
+    path: PathBuf,
+    version: Option<Version>,
+    content: Vec<u8>,
+}
+
+impl Kept {
+    fn of(path: impl Into<PathBuf>) -> Self {
+        Kept {
+            path: path.into(),
+            version: None,
+            content: Vec::new(),
+        }
+    }
+
+    /// The file's content, empty where there is no such file or it is something else.
+    fn content(&mut self) -> Result<Cow<'_, [u8]>, Unresolved> {
+        let version = std::fs::metadata(&self.path).ok().as_ref().map(Version::of);
+        if version.is_some() && version == self.version {
+            return Ok(Cow::Borrowed(&self.content));
+        }
+        self.version = None;
+        self.content = Vec::new();
+        let (version, content) =
+            read(&self.path).map_err(|error| Unresolved::Unreadable(errno(&error)))?;
+        if version
+            .as_ref()
+            .is_none_or(|version| version.size > KEPT_MAX)
+        {
+            return Ok(Cow::Owned(content));
+        }
+        self.version = version;
+        self.content = content;
+        Ok(Cow::Borrowed(&self.content))
+    }
+}
+
+/// A file's content and version; neither where it is absent, closed or no file. O_NONBLOCK: the sandbox may have put a FIFO there.
+fn read(path: &Path) -> io::Result<(Option<Version>, Vec<u8>)> {
+    let opened = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) if errno(&error) == libc::EIO => return Err(error),
+        Err(_) => return Ok((None, Vec::new())),
+    };
+    let found = file.metadata()?;
+    let mut content = Vec::new();
+    if !found.is_file() {
+        return Ok((None, content));
+    }
+    file.take(FILE_MAX).read_to_end(&mut content)?;
+    Ok((Some(Version::of(&found)), content))
 }
 
 #[cfg(test)]
@@ -187,7 +277,7 @@ mod tests {
     const PASSWD: &[u8] = b"root:x:0:0:root:/root:/bin/bash\nbroken line\nbob:x:1000:100:Bob:/home/bob:/bin/sh\n42:x:7:7::/seven:\n\xff\xfe:x:9:9::/odd:/bin/sh\nminus:x:4294967295:0::/:\n";
     const GROUP: &[u8] = b"root:x:0:\nusers:x:100:\nwheel:x:10:root,bob\naudio:x:29:bob\n";
 
-    fn ids(request: &str) -> Result<(u32, u32, Vec<u32>), Unknown> {
+    fn ids(request: &str) -> Result<(u32, u32, Vec<u32>), Unresolved> {
         resolve(request, PASSWD, GROUP).map(|account| (account.uid, account.gid, account.groups))
     }
 
@@ -214,15 +304,50 @@ mod tests {
 
     #[test]
     fn what_is_unknown_is_said() {
-        assert_eq!(ids("nobody-here"), Err(Unknown::User));
-        assert_eq!(ids("bob:nothing"), Err(Unknown::Group));
-        assert_eq!(ids("minus"), Err(Unknown::User));
-        assert_eq!(ids("4294967295"), Err(Unknown::User));
-        assert_eq!(ids("-1"), Err(Unknown::User));
+        assert_eq!(ids("nobody-here"), Err(Unresolved::User));
+        assert_eq!(ids("bob:nothing"), Err(Unresolved::Group));
+        assert_eq!(ids("minus"), Err(Unresolved::User));
+        assert_eq!(ids("4294967295"), Err(Unresolved::User));
+        assert_eq!(ids("-1"), Err(Unresolved::User));
     }
 
     #[test]
     fn root_exists_without_files() {
         assert_eq!(resolve("root", b"", b"").unwrap(), root());
+    }
+
+    #[test]
+    fn a_file_is_read_again_when_it_has_changed() {
+        let path = std::env::temp_dir().join(format!("chronus-users-{}", std::process::id()));
+        let mut kept = Kept::of(&path);
+        assert_eq!(*kept.content().unwrap(), *b"", "nothing there is no error");
+        std::fs::write(&path, PASSWD).unwrap();
+        assert_eq!(*kept.content().unwrap(), *PASSWD);
+        // As long as it is the same, it isn't looked into.
+        kept.content = b"kept".to_vec();
+        assert_eq!(*kept.content().unwrap(), *b"kept");
+        std::fs::write(&path, GROUP).unwrap();
+        assert_eq!(*kept.content().unwrap(), *GROUP);
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(*kept.content().unwrap(), *b"");
+    }
+
+    #[test]
+    fn a_large_file_is_not_kept() {
+        let path = std::env::temp_dir().join(format!("chronus-large-{}", std::process::id()));
+        let large = vec![b'x'; KEPT_MAX as usize + 1];
+        std::fs::write(&path, &large).unwrap();
+        let mut kept = Kept::of(&path);
+        assert_eq!(*kept.content().unwrap(), *large);
+        assert!(kept.content.is_empty());
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_cant_be_read_is_not_an_absent_one() {
+        // Opens, and answers a read at its beginning with EIO.
+        let mut kept = Kept::of("/proc/self/mem");
+        let error = kept.content().unwrap_err();
+        assert_eq!(error, Unresolved::Unreadable(libc::EIO));
     }
 }

@@ -75,13 +75,14 @@ pub struct Cgroups {
     pub mode: Mode,
 }
 
-/// What limits a sandbox; None leaves a limit as it is.
-#[derive(Default, Clone, Copy, Debug)]
+/// What limits a sandbox.
+#[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    pub memory: Option<u64>,
-    /// Thousandths of a CPU; 0: no quota.
+    /// Bytes.
+    pub memory: u64,
+    /// Thousandths of a CPU; None: no quota.
     pub cpu_millis: Option<u64>,
-    pub pids: Option<u64>,
+    pub pids: u64,
 }
 
 /// What a sandbox used, read just before its groups go.
@@ -224,15 +225,7 @@ impl Cgroups {
         for root in self.roots() {
             sysapi::make_dir_at(root, &name, 0o755)?;
         }
-        // A fresh group has no quota: only one that says something is written, for writing walks the tree of groups.
-        let quota = limits.cpu_millis.filter(|millis| *millis > 0);
-        self.set(
-            id,
-            Limits {
-                cpu_millis: quota,
-                ..limits
-            },
-        )?;
+        self.limit(id, limits)?;
         let Some(v2) = &self.v2 else {
             return Ok(None);
         };
@@ -244,30 +237,33 @@ impl Cgroups {
         Ok(Some(dir))
     }
 
-    pub fn set(&self, id: &str, limits: Limits) -> io::Result<()> {
+    /// Writes the limits of fresh groups, which have none.
+    fn limit(&self, id: &str, limits: Limits) -> io::Result<()> {
         let write = |root: RawFd, file: &str, value: &str| {
             sysapi::write_at(root, &text(&format!("{id}/{file}")), value.as_bytes())
                 .map_err(|error| io::Error::new(error.kind(), format!("{file}={value}: {error}")))
         };
-        if let (Some(bytes), Some((root, v2))) = (limits.memory, self.controller("memory")) {
-            if v2 {
-                write(root, "memory.max", &bytes.to_string())?;
+        let memory = limits.memory.to_string();
+        match self.controller("memory") {
+            Some((root, true)) => {
+                write(root, "memory.max", &memory)?;
                 let _ = write(root, "memory.swap.max", "0");
-            } else {
-                write(root, "memory.limit_in_bytes", &bytes.to_string())?;
-                let _ = write(root, "memory.memsw.limit_in_bytes", &bytes.to_string());
             }
+            Some((root, false)) => {
+                write(root, "memory.limit_in_bytes", &memory)?;
+                let _ = write(root, "memory.memsw.limit_in_bytes", &memory);
+            }
+            None => {}
         }
-        if let (Some(count), Some((root, _))) = (limits.pids, self.controller("pids")) {
-            write(root, "pids.max", &count.to_string())?;
+        if let Some((root, _)) = self.controller("pids") {
+            write(root, "pids.max", &limits.pids.to_string())?;
         }
         if let (Some(millis), Some((root, v2))) = (limits.cpu_millis, self.controller("cpu")) {
             let quota = millis * PERIOD_US / 1000;
-            match (v2, millis) {
-                (true, 0) => write(root, "cpu.max", "max")?,
-                (true, _) => write(root, "cpu.max", &format!("{quota} {PERIOD_US}"))?,
-                (false, 0) => write(root, "cpu.cfs_quota_us", "-1")?,
-                (false, _) => write(root, "cpu.cfs_quota_us", &quota.to_string())?,
+            if v2 {
+                write(root, "cpu.max", &format!("{quota} {PERIOD_US}"))?;
+            } else {
+                write(root, "cpu.cfs_quota_us", &quota.to_string())?;
             }
         }
         Ok(())
@@ -408,13 +404,11 @@ impl Cgroups {
         names
     }
 
-    /// Processes in the sandbox's group and below, as the kernel lists them.
+    /// Processes in the sandbox's group and below (in the v2 tree each command has a group of its own), as the kernel lists them.
     pub fn pids(&self, id: &str) -> Vec<i32> {
         let mut pids = Vec::new();
         for root in self.roots() {
-            let content =
-                sysapi::read_at(root, &text(&format!("{id}/cgroup.procs"))).unwrap_or_default();
-            pids.extend(content.lines().filter_map(|line| line.parse::<i32>().ok()));
+            pids_below(root, &text(id), &mut pids);
         }
         pids.sort_unstable();
         pids.dedup();
@@ -451,6 +445,30 @@ impl Drop for Frozen {
     }
 }
 
+fn pids_below(parent: RawFd, name: &CStr, pids: &mut Vec<i32>) {
+    // A group may go at any time, and its processes with it.
+    let Ok(group) = sysapi::open_at(parent, name, libc::O_RDONLY | libc::O_DIRECTORY) else {
+        return;
+    };
+    let content = sysapi::read_at(group.as_raw_fd(), c"cgroup.procs").unwrap_or_default();
+    pids.extend(content.lines().filter_map(|line| line.parse::<i32>().ok()));
+    for child in children(&group) {
+        pids_below(group.as_raw_fd(), &child, pids);
+    }
+}
+
+/// The groups directly below one.
+fn children(group: &OwnedFd) -> Vec<CString> {
+    let Ok(entries) = std::fs::read_dir(format!("/proc/self/fd/{}", group.as_raw_fd())) else {
+        return Vec::new();
+    };
+    entries
+        .flatten()
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|entry| text(&entry.file_name().to_string_lossy()))
+        .collect()
+}
+
 /// Removes a group and its children, deepest first. One that isn't there is fine.
 fn remove_tree(parent: RawFd, name: &CStr) -> io::Result<()> {
     match sysapi::remove_dir_at(parent, name) {
@@ -462,10 +480,8 @@ fn remove_tree(parent: RawFd, name: &CStr) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other?,
     };
-    for entry in std::fs::read_dir(format!("/proc/self/fd/{}", dir.as_raw_fd()))?.flatten() {
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            remove_tree(dir.as_raw_fd(), &text(&entry.file_name().to_string_lossy()))?;
-        }
+    for child in children(&dir) {
+        remove_tree(dir.as_raw_fd(), &child)?;
     }
     match sysapi::remove_dir_at(parent, name) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -522,5 +538,21 @@ mod tests {
             Some(3)
         );
         assert_eq!(keyed("usage_usec 17\n", "nope"), None);
+    }
+
+    #[test]
+    fn processes_of_commands_own_groups_are_found_too() {
+        let root = std::env::temp_dir().join(format!("dsec-groups-{}", std::process::id()));
+        let command = root.join("sb-1/e1");
+        std::fs::create_dir_all(&command).unwrap();
+        std::fs::write(root.join("sb-1/cgroup.procs"), "7\n").unwrap();
+        std::fs::write(command.join("cgroup.procs"), "9\n8\n").unwrap();
+        let parent = std::fs::File::open(&root).unwrap();
+        let mut pids = Vec::new();
+        pids_below(parent.as_raw_fd(), c"sb-1", &mut pids);
+        assert_eq!(pids, [7, 9, 8]);
+        pids_below(parent.as_raw_fd(), c"sb-2", &mut pids);
+        assert_eq!(pids.len(), 3);
+        std::fs::remove_dir_all(root).unwrap();
     }
 }

@@ -132,12 +132,15 @@ impl Clock {
     }
 }
 
-/// Makes the sandbox in `slot`. On failure nothing of it is left.
+/// Makes the sandbox in `slot`. On failure nothing of it is left, or it is said what; the sweep finds that.
 pub fn create(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Result<Created> {
     let result = assemble(node, creator, spec, slot);
     if result.is_err() {
         let _ = creator.clear(node.null.as_raw_fd());
-        crate::kill::take_away(node, &spec.id, Some(slot), false);
+        let left = crate::kill::take_away(node, &spec.id, Some(slot), false).left;
+        if !left.is_empty() {
+            eprintln!("dsec-spawner: taking {} back: {}", spec.id, left.join("; "));
+        }
     }
     result
 }
@@ -150,10 +153,11 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
     let base = node.uid_base + slot * IDS_PER_SANDBOX;
     let own_id = base + IDS_PER_SANDBOX - 1;
     let limits = Limits {
-        memory: Some(spec.memory),
-        // As much as the node has is no limit; telling the kernel costs a walk over every group.
-        cpu_millis: Some(spec.cpu_millis).filter(|millis| *millis < node.cores as u64 * 1000),
-        pids: Some(spec.pids),
+        memory: spec.memory,
+        // None, and as much as the node has, is no limit; telling the kernel costs a walk over every group.
+        cpu_millis: Some(spec.cpu_millis)
+            .filter(|millis| (1..node.cores as u64 * 1000).contains(millis)),
+        pids: spec.pids,
     };
     let cgroup = match node.cgroups.create(&spec.id, limits, own_id) {
         // An ended sandbox's groups go a moment later than the rest of it, and a creation that was cut off is repeated under its name.

@@ -18,6 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The connection of a blobfs that was killed is seen to break a moment later.
 const HANDOVER: Duration = Duration::from_secs(2);
 
+#[derive(Default)]
 struct State {
     /// None: nothing is mounted, or an earlier spawner mounted it and its blobfs hasn't come yet.
     connection: Option<Arc<OwnedFd>>,
@@ -26,11 +27,58 @@ struct State {
     number: Option<u32>,
     /// The peer that serves it.
     holder: Option<usize>,
-    /// Since when nobody has.
-    alone_since: Instant,
+    vacancy: Vacancy,
     was_taken: bool,
-    /// Whether the keeper holds it too.
+    /// Whether the keeper was given it.
     is_kept: bool,
+    /// Layers about to be mounted that may wait for blobfs.
+    in_flight: usize,
+}
+
+impl State {
+    /// The filesystem is mounted no more.
+    fn forget(&mut self) {
+        self.connection = None;
+        self.root = None;
+        self.number = None;
+        self.vacancy = Vacancy::default();
+        self.was_taken = false;
+        self.is_kept = false;
+    }
+}
+
+/// Since when nobody has served. Who is gone again within [`GRACE`] hasn't: readers would wait for ever for a blobfs that dies each time it starts.
+#[derive(Default)]
+struct Vacancy {
+    since: Option<Instant>,
+    /// When the last one came.
+    came: Option<Instant>,
+}
+
+impl Vacancy {
+    fn begun(now: Instant) -> Self {
+        Vacancy {
+            since: Some(now),
+            came: None,
+        }
+    }
+
+    fn comes(&mut self, now: Instant) {
+        self.came = Some(now);
+    }
+
+    fn goes(&mut self, now: Instant) {
+        let has_served = |came: Instant| now.saturating_duration_since(came) >= GRACE;
+        if self.since.is_none() || self.came.is_some_and(has_served) {
+            self.since = Some(now);
+        }
+    }
+
+    /// Asked while nobody is there: whether that has been so for too long.
+    fn is_over(&self, now: Instant) -> bool {
+        self.since
+            .is_some_and(|since| now.saturating_duration_since(since) >= GRACE)
+    }
 }
 
 pub struct Fuse {
@@ -45,6 +93,30 @@ pub struct Fuse {
 pub struct Taken {
     pub connection: Arc<OwnedFd>,
     pub fresh: bool,
+    /// Whether layers over an earlier filesystem, which nobody can serve any more, were given up for it.
+    pub aborted: bool,
+}
+
+/// A layer over blobfs that is about to be mounted: until this is dropped it counts as one that is, so that whoever mounts it is let go too when nobody
+/// serves.
+pub struct Flight<'a> {
+    fuse: &'a Fuse,
+    root: Arc<OwnedFd>,
+}
+
+impl Flight<'_> {
+    /// Whether the filesystem that its file is of is still mounted.
+    pub fn stands(&self) -> bool {
+        let state = self.fuse.lock();
+        let is_it = |root: &Arc<OwnedFd>| Arc::ptr_eq(root, &self.root);
+        state.root.as_ref().is_some_and(is_it)
+    }
+}
+
+impl Drop for Flight<'_> {
+    fn drop(&mut self) {
+        self.fuse.lock().in_flight -= 1;
+    }
 }
 
 fn refusal(kind: io::ErrorKind, message: &str) -> io::Error {
@@ -65,10 +137,10 @@ impl Fuse {
                 is_kept: held.is_some(),
                 connection: held.map(|held| Arc::new(held.into())),
                 root: root.map(Arc::new),
-                number,
-                holder: None,
-                alone_since: Instant::now(),
+                vacancy: number.map_or_else(Vacancy::default, |_| Vacancy::begun(Instant::now())),
                 was_taken: number.is_some(),
+                number,
+                ..State::default()
             }),
             changed: Condvar::new(),
         })
@@ -96,22 +168,32 @@ impl Fuse {
                 "another blobfs serves this node: end it first",
             ));
         }
-        if state.connection.is_none() {
-            // An earlier one has nobody left who could serve it.
-            self.layers.abort_blobs()?;
-            let BlobMount { connection, root } = self.layers.mount_blobs().map_err(explained)?;
-            state.connection = Some(Arc::new(connection));
-            state.root = Some(Arc::new(root));
-            state.number = self.layers.find_blobs()?.map(|(_, number)| number);
-            state.was_taken = false;
-            state.is_kept = false;
-        }
-        let connection = state.connection.clone();
-        let connection = connection.ok_or_else(|| io::Error::other("no connection"))?;
+        let mut aborted = false;
+        let standing = state.connection.clone().filter(|held| !is_dead(held));
+        let connection = match standing {
+            Some(connection) => connection,
+            None => {
+                // An earlier one has nobody left who could serve it.
+                aborted = self.layers.abort_blobs()?;
+                state.forget();
+                let BlobMount { connection, root } =
+                    self.layers.mount_blobs().map_err(explained)?;
+                let connection = Arc::new(connection);
+                state.number = self.layers.find_blobs()?.map(|(_, number)| number);
+                state.root = Some(Arc::new(root));
+                state.connection = Some(connection.clone());
+                connection
+            }
+        };
         state.holder = Some(peer);
+        state.vacancy.comes(Instant::now());
         let fresh = !std::mem::replace(&mut state.was_taken, true);
         self.changed.notify_all();
-        Ok(Taken { connection, fresh })
+        Ok(Taken {
+            connection,
+            fresh,
+            aborted,
+        })
     }
 
     /// Takes the connection from a blobfs that outlived an earlier spawner.
@@ -127,6 +209,8 @@ impl Fuse {
         }
         let mut state = self.wait(false, HANDOVER);
         let is_ours = state.number.is_some() && is_of(&descriptor, state.number);
+        let descriptor = OwnedFd::from(descriptor);
+        let is_ours = is_ours && !is_dead(&descriptor);
         if state.holder.is_some() || !is_ours {
             return Err(refusal(
                 io::ErrorKind::AlreadyExists,
@@ -134,9 +218,12 @@ impl Fuse {
             ));
         }
         if state.connection.is_none() {
-            state.connection = Some(Arc::new(descriptor.into()));
+            state.connection = Some(Arc::new(descriptor));
         }
         state.holder = Some(peer);
+        // It has served an earlier spawner.
+        state.vacancy = Vacancy::default();
+        state.vacancy.comes(Instant::now());
         self.changed.notify_all();
         Ok(())
     }
@@ -146,32 +233,47 @@ impl Fuse {
         let mut state = self.lock();
         if state.holder == Some(peer) {
             state.holder = None;
-            state.alone_since = Instant::now();
+            state.vacancy.goes(Instant::now());
             self.changed.notify_all();
         }
     }
 
     /// The file that blobfs shows under this digest. Waits for a blobfs, and for its answer: not longer than [`PATIENCE`] and [`GRACE`].
-    pub fn file(&self, digest: &str) -> io::Result<File> {
+    pub fn file(&self, digest: &str) -> io::Result<(File, Flight<'_>)> {
         let mut state = self.wait(true, PATIENCE);
-        if let (Some(connection), false) = (&state.connection, state.is_kept) {
-            self.keeper.keep(connection.as_fd())?;
-            state.is_kept = true;
-        }
+        self.let_keep(&mut state);
         let root = state.root.clone().filter(|_| state.holder.is_some());
-        drop(state);
         let root = root.ok_or_else(|| {
             refusal(
                 io::ErrorKind::NotConnected,
                 "no blobfs serves this node, so layers can't be loaded on demand",
             )
         })?;
+        state.in_flight += 1;
+        drop(state);
+        let flight = Flight { fuse: self, root };
+        let root = &flight.root;
         let name = std::ffi::CString::new(digest)?;
         let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK;
         let file = sysapi::open_at(root.as_raw_fd(), &name, flags).map_err(|error| {
             io::Error::new(error.kind(), format!("blob {digest} in blobfs: {error}"))
         })?;
-        Ok(File::from(file))
+        Ok((File::from(file), flight))
+    }
+
+    /// Gives the keeper the connection, unless it has it. Without a keeper layers are mounted all the same: their reads end if spawner and blobfs die
+    /// together.
+    fn let_keep(&self, state: &mut State) {
+        let Some(connection) = &state.connection else {
+            return;
+        };
+        if state.is_kept && self.keeper.is_there() {
+            return;
+        }
+        if let Err(error) = self.keeper.keep(connection.as_fd()) {
+            eprintln!("dsec-spawner: the keeper of blobs: {error}");
+        }
+        state.is_kept = true;
     }
 
     /// Watches that layers over blobfs are served; forever. `aborted` is called after readers have been let go.
@@ -195,15 +297,21 @@ impl Fuse {
     fn abort_if_alone(&self) -> io::Result<bool> {
         let mut state = self.lock();
         let is_alone = state.number.is_some() && state.holder.is_none();
-        if !is_alone || state.alone_since.elapsed() < GRACE || !self.layers.any_lazy()? {
+        if !is_alone || !state.vacancy.is_over(Instant::now()) {
+            return Ok(false);
+        }
+        if state.in_flight == 0 && !self.layers.any_lazy()? {
             return Ok(false);
         }
         self.layers.abort_blobs()?;
-        state.connection = None;
-        state.root = None;
-        state.number = None;
+        state.forget();
         Ok(true)
     }
+}
+
+/// Whether the kernel has ended this connection: then it answers nothing else to poll(2).
+fn is_dead(connection: &OwnedFd) -> bool {
+    sysapi::has_failed(connection.as_raw_fd())
 }
 
 /// Whether a descriptor is of this connection, as far as the kernel shows it.
@@ -230,5 +338,47 @@ fn explained(error: io::Error) -> io::Error {
             "the kernel has no FUSE (modprobe fuse), so layers can't be loaded on demand",
         ),
         _ => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readers_wait_from_the_death_of_one_that_served() {
+        let start = Instant::now();
+        let mut vacancy = Vacancy::default();
+        vacancy.comes(start);
+        assert!(!vacancy.is_over(start + GRACE * 10), "one is there");
+        let death = start + GRACE * 10;
+        vacancy.goes(death);
+        assert!(!vacancy.is_over(death + GRACE / 2));
+        assert!(vacancy.is_over(death + GRACE));
+    }
+
+    #[test]
+    fn one_that_dies_each_time_it_starts_has_not_served() {
+        let start = Instant::now();
+        let mut vacancy = Vacancy::begun(start);
+        let mut now = start;
+        while now < start + GRACE {
+            assert!(!vacancy.is_over(now));
+            vacancy.comes(now);
+            now += GRACE / 8;
+            vacancy.goes(now);
+        }
+        assert!(vacancy.is_over(now));
+        vacancy.comes(now);
+        vacancy.goes(now + GRACE);
+        assert!(!vacancy.is_over(now + GRACE), "this one has");
+    }
+
+    #[test]
+    fn a_connection_that_the_kernel_ended_is_dead() {
+        let (ours, theirs) = sysapi::socket_pair().unwrap();
+        assert!(!is_dead(&ours));
+        drop(theirs);
+        assert!(is_dead(&ours));
     }
 }

@@ -10,7 +10,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use wire::passing;
@@ -38,23 +38,21 @@ pub fn socket(options: &Options) -> PathBuf {
     options.run_dir.join("keep.sock")
 }
 
-enum Link {
-    /// It isn't started yet; this will be its socket.
-    Listener(UnixListener),
-    Started(UnixStream),
-}
-
 /// The spawner's end.
 pub struct Keeper {
+    program: PathBuf,
     null: File,
-    link: Mutex<Link>,
+    /// The socket of those that are started from here. None: an earlier spawner started it, and has taken its socket along.
+    listener: Option<UnixListener>,
+    /// To the one that runs, if there is one.
+    link: Mutex<Option<UnixStream>>,
 }
 
 impl Keeper {
     /// Finds the one that an earlier spawner started, and the connection that it holds. Must be called in the host's mount namespace.
     pub fn open(path: &Path, null: File) -> io::Result<(Self, Option<OwnedFd>)> {
-        let (link, held) = match ask(path, TAKE) {
-            Ok((stream, _, held)) => (Link::Started(stream), held),
+        let (listener, link, held) = match ask(path, TAKE) {
+            Ok((stream, _, held)) => (None, Some(stream), held),
             Err(_) => {
                 match std::fs::remove_file(path) {
                     Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -62,36 +60,54 @@ impl Keeper {
                 }
                 let listener = UnixListener::bind(path)?;
                 std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-                (Link::Listener(listener), None)
+                (Some(listener), None, None)
             }
         };
-        let link = Mutex::new(link);
-        Ok((Keeper { null, link }, held))
+        let keeper = Keeper {
+            program: "/proc/self/exe".into(),
+            null,
+            listener,
+            link: Mutex::new(link),
+        };
+        Ok((keeper, held))
     }
 
-    /// Lets it hold this connection, and no other.
+    fn link(&self) -> MutexGuard<'_, Option<UnixStream>> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether one runs.
+    pub fn is_there(&self) -> bool {
+        let link = self.link();
+        link.as_ref()
+            .is_some_and(|stream| !sysapi::has_failed(stream.as_raw_fd()))
+    }
+
+    /// Lets it hold this connection, and no other. Starts one where none runs, also in the place of one that died.
     pub fn keep(&self, connection: BorrowedFd) -> io::Result<()> {
-        let mut link = self.link.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*link {
-            Link::Started(stream) => {
-                passing::send_frame(stream, KEEP, Some(connection.as_raw_fd()))
+        let mut link = self.link();
+        if let Some(stream) = &*link {
+            if passing::send_frame(stream, KEEP, Some(connection.as_raw_fd())).is_ok() {
+                return Ok(());
             }
-            Link::Listener(listener) => {
-                let (ours, theirs) = UnixStream::pair()?;
-                self.start([
-                    connection.as_raw_fd(),
-                    listener.as_raw_fd(),
-                    theirs.as_raw_fd(),
-                ])?;
-                *link = Link::Started(ours);
-                Ok(())
-            }
+            *link = None;
         }
+        let listener = self.listener.as_ref().ok_or_else(|| {
+            io::Error::other("the one of an earlier spawner has died; the next start has another")
+        })?;
+        let (ours, theirs) = UnixStream::pair()?;
+        self.start([
+            connection.as_raw_fd(),
+            listener.as_raw_fd(),
+            theirs.as_raw_fd(),
+        ])?;
+        *link = Some(ours);
+        Ok(())
     }
 
     fn start(&self, descriptors: [RawFd; 3]) -> io::Result<()> {
         let null = || self.null.try_clone().map(Stdio::from);
-        let mut command = Command::new("/proc/self/exe");
+        let mut command = Command::new(&self.program);
         command
             .arg0("dsec-spawner")
             .arg("keep")
@@ -191,4 +207,27 @@ fn serve(peer: &UnixStream, connection: &mut OwnedFd) -> bool {
         }
     }
     false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn one_that_died_is_followed_by_another() {
+        let null = || File::options().read(true).write(true).open("/dev/null");
+        let path = std::env::temp_dir().join(format!("dsec-keeper-{}", std::process::id()));
+        let (mut keeper, held) = Keeper::open(&path, null().unwrap()).unwrap();
+        assert!(held.is_none() && !keeper.is_there());
+        // It ends at once.
+        keeper.program = "/bin/true".into();
+        for _ in 0..2 {
+            keeper.keep(null().unwrap().as_fd()).unwrap();
+            let ours = keeper.link().as_ref().unwrap().as_raw_fd();
+            assert!(sysapi::wait_readable(ours, 10_000).unwrap());
+            assert!(!keeper.is_there());
+        }
+        std::fs::remove_file(path).unwrap();
+    }
 }

@@ -10,6 +10,17 @@ use crate::sysapi;
 /// How long killed processes may take to end (a process in an uninterruptible wait takes as long as that).
 const END_DEADLINE: Duration = Duration::from_secs(20);
 
+/// Processes of a sandbox are still there: of its other objects none was touched.
+#[derive(Debug)]
+pub struct NotEnded;
+
+impl std::fmt::Display for NotEnded {
+    fn fmt(&self, out: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let patience = END_DEADLINE.as_secs();
+        write!(out, "a process of it has not ended within {patience} s")
+    }
+}
+
 /// What is left to report of a sandbox that is gone.
 #[derive(Default, Debug)]
 pub struct Ended {
@@ -40,40 +51,47 @@ pub fn wait_for_end(pidfd: &OwnedFd) -> Option<i32> {
 }
 
 /// Kills everything of a sandbox and removes all but its control groups, which are for [`crate::endings::Endings`].
+///
+/// # Errors
+/// A process hangs in the kernel: its files and its ids are in use.
 pub fn end(
     node: &Node,
     id: &str,
     slot: Option<u32>,
     pidfd: Option<&OwnedFd>,
     keep_scratch: bool,
-) -> Ended {
+) -> Result<Ended, NotEnded> {
     let killed = node.cgroups.kill(id);
     match pidfd {
         Some(pidfd) => {
             if !killed {
                 let _ = sysapi::pidfd_kill(pidfd.as_raw_fd());
             }
-            wait_for_end(pidfd);
+            // The last one of its namespace.
+            wait_for_end(pidfd).ok_or(NotEnded)?;
         }
-        None => end_strays(node, id),
+        None => end_strays(node, id)?,
     }
-    take_files(node, id, slot, keep_scratch)
+    Ok(take_files(node, id, slot, keep_scratch))
 }
 
 /// Ends processes that only the group knows.
-fn end_strays(node: &Node, id: &str) {
+fn end_strays(node: &Node, id: &str) -> Result<(), NotEnded> {
     let deadline = Instant::now() + END_DEADLINE;
     loop {
         let pids = node.cgroups.pids(id);
-        if pids.is_empty() || Instant::now() > deadline {
-            return;
+        if pids.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            return Err(NotEnded);
         }
         for pid in pids {
             // Killed through a pidfd that was checked against the group again, so that a reused number can't be hit.
             if let Ok(pidfd) = sysapi::pidfd_open(pid) {
                 if node.cgroups.pids(id).contains(&pid) {
                     let _ = sysapi::pidfd_kill(pidfd.as_raw_fd());
-                    wait_for_end(&pidfd);
+                    wait_for_end(&pidfd).ok_or(NotEnded)?;
                 }
             }
         }

@@ -10,11 +10,13 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{mpsc, Arc, Mutex, MutexGuard, PoisonError};
 
 use sha2::{Digest, Sha256};
+use wire::digest::is_digest;
 
 use crate::doctor::filesystems;
 use crate::loops::{self, Access};
@@ -114,11 +116,14 @@ impl Means {
     }
 }
 
+/// The files of covers, by what they were made for.
+type Covers = HashMap<covers::Key, Vec<CString>>;
+
 /// What those threads share.
 struct Pinned {
     layers: Mutex<HashMap<String, Mounted>>,
     means: Means,
-    covers: Mutex<HashMap<covers::Key, Arc<Vec<CString>>>>,
+    covers: Mutex<Covers>,
     dev: OwnedFd,
     sys: OwnedFd,
 }
@@ -159,6 +164,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Pairs of limits whose covers are kept at once, some 10 KB each.
+const MAX_COVERS: usize = 256;
+
 /// Where things are in the pinned namespace.
 const LAYERS: &str = "/layers";
 const LAZY: &str = "/lazy";
@@ -195,7 +203,8 @@ fn point(path: &Path) -> io::Result<OwnedFd> {
     )
 }
 
-fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
+/// The result, with what was done before an error's own words.
+pub fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
     result.map_err(|error| io::Error::new(error.kind(), format!("{what}: {error}")))
 }
 
@@ -239,6 +248,7 @@ impl Layers {
         let (jobs, inbox) = mpsc::channel::<Job>();
         let (ready, opened) = mpsc::channel::<io::Result<OwnedFd>>();
         let (pinned, go_on) = mpsc::channel::<()>();
+        let (made, is_made) = mpsc::channel::<()>();
         let existing = open_pin(pin);
         let device = if existing.is_none() {
             Some(scratch()?)
@@ -255,10 +265,13 @@ impl Layers {
                 let _ = tell_tid.send(unsafe { libc::gettid() });
                 let entered = match (existing, device) {
                     (Some(namespace), _) => enter(namespace),
-                    (None, Some(device)) => found(&staging).and_then(|()| {
-                        let _ = go_on.recv();
-                        mount_scratch(&device)
-                    }),
+                    (None, Some(device)) => {
+                        let made_it = found(&staging).and_then(|()| mount_scratch(&device));
+                        made_it.and_then(|()| {
+                            let _ = made.send(());
+                            go_on.recv().map_err(io::Error::other)
+                        })
+                    }
                     (None, None) => Err(io::Error::other("no device for the scratch filesystem")),
                 }
                 .and_then(|()| create::keep_capabilities());
@@ -289,9 +302,9 @@ impl Layers {
                 }
             })?;
         let tid = tid.recv().map_err(io::Error::other)?;
-        if fresh {
-            // The bind must be made by a thread of the host's namespace, and only once the other has made its own.
-            wait_for_own_namespace(tid)?;
+        // Pinned when everything is in it: what a death leaves unpinned, the kernel takes down, and the next start begins anew. The bind must be made by
+        // a thread of the host's namespace. If the other thread has failed, its answer says how.
+        if fresh && is_made.recv().is_ok() {
             File::create(pin)?;
             named(
                 "pinning the layers' namespace",
@@ -353,21 +366,25 @@ impl Layers {
     }
 
     /// Aborts what blobfs served: whoever waits for a read gets EIO. The layers over it are mounted no more; sandboxes that have them keep what
-    /// is in memory.
-    pub fn abort_blobs(&self) -> io::Result<()> {
+    /// is in memory. Returns whether there were any.
+    pub fn abort_blobs(&self) -> io::Result<bool> {
         self.ask(|state| {
-            let mut layers = lock(&state.layers);
-            let dead: Vec<String> = layers
-                .iter()
-                .filter(|(_, layer)| layer.is_lazy())
-                .map(|(digest, _)| digest.clone())
-                .collect();
             if blobs_connection()?.is_some() {
                 sysapi::unmount(&text(BLOBS)?, libc::MNT_FORCE | libc::MNT_DETACH)?;
             }
-            dead.into_iter()
-                .filter_map(|digest| layers.remove(&digest))
-                .try_for_each(|layer| detach(&layer.place))
+            let mut layers = lock(&state.layers);
+            let count = layers.len();
+            layers.retain(|_, layer| {
+                if !layer.is_lazy() {
+                    return true;
+                }
+                // Nothing waits for it any more, so that the rest need not wait for it either.
+                if let Err(error) = detach(&layer.place) {
+                    eprintln!("dsec-spawner: {}: {error}", layer.place.display());
+                }
+                false
+            });
+            Ok(layers.len() < count)
         })
     }
 
@@ -400,6 +417,11 @@ fn with_file_ids<T>(id: u32, work: impl FnOnce() -> T) -> T {
     let result = work();
     set(0);
     result
+}
+
+/// Whether a namespace is held at `pin`: not every file there is one.
+pub fn is_pinned(pin: &Path) -> bool {
+    open_pin(pin).is_some()
 }
 
 fn open_pin(pin: &Path) -> Option<File> {
@@ -437,18 +459,6 @@ fn found(staging: &Path) -> io::Result<()> {
         Some(c"mode=755"),
     )?;
     make_sys()
-}
-
-fn wait_for_own_namespace(tid: i32) -> io::Result<()> {
-    let ours = std::fs::read_link("/proc/self/ns/mnt")?;
-    for _ in 0..2000 {
-        let theirs = std::fs::read_link(format!("/proc/self/task/{tid}/ns/mnt"))?;
-        if theirs != ours {
-            return Ok(());
-        }
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
-    Err(io::Error::other("the layers thread made no namespace"))
 }
 
 fn mount_scratch(device: &File) -> io::Result<()> {
@@ -532,6 +542,22 @@ fn detach(place: &Path) -> io::Result<()> {
     std::fs::remove_dir(place)
 }
 
+/// The places in a directory that something is mounted on. The others, of a spawner that died between making one and mounting, or between unmounting and
+/// removing it, are removed.
+fn mounted_in(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let own = directory.metadata()?.dev();
+    let mut mounted = Vec::new();
+    for entry in std::fs::read_dir(directory)? {
+        let place = entry?.path();
+        if place.metadata()?.dev() == own {
+            std::fs::remove_dir(&place)?;
+        } else {
+            mounted.push(place);
+        }
+    }
+    Ok(mounted)
+}
+
 /// Mounts FUSE read-only, for root only: files in it are passed on by descriptor.
 fn mount_blobs() -> io::Result<BlobMount> {
     let device = text(FUSE_DEVICE)?;
@@ -583,12 +609,13 @@ impl Pinned {
         for entry in std::fs::read_dir(STACK)?.flatten() {
             clear_stage(&entry.path())?;
         }
+        remove_covers()?;
         let mut layers = HashMap::new();
         for directory in [LAYERS, LAZY] {
             std::fs::create_dir_all(directory)?;
-            for entry in std::fs::read_dir(directory)?.flatten() {
-                let digest = entry.file_name().to_string_lossy().into_owned();
-                let place = entry.path();
+            for place in mounted_in(Path::new(directory))? {
+                let name = place.file_name().unwrap_or_default();
+                let digest = name.to_string_lossy().into_owned();
                 let handle = Arc::new(point(&place)?);
                 layers.insert(digest, Mounted { handle, place });
             }
@@ -603,11 +630,15 @@ impl Pinned {
     }
 
     fn mount(&self, digest: String, metadata: &File, data: &Data) -> io::Result<()> {
+        if lock(&self.layers).contains_key(&digest) {
+            return Ok(());
+        }
+        // Not with the table locked: it may wait for blobfs, and whoever lets it go needs the table.
+        let mount = self.mount_erofs(&digest, metadata, data)?;
         let mut layers = lock(&self.layers);
         if layers.contains_key(&digest) {
             return Ok(());
         }
-        let mount = self.mount_erofs(&digest, metadata, data)?;
         let directory = match data {
             Data::None | Data::File(_) => LAYERS,
             Data::Lazy(_) => LAZY,
@@ -714,11 +745,13 @@ impl Pinned {
         }
     }
 
-    /// Detached mounts of the covers for these limits, whose files are made on first use (or were, by an earlier spawner).
+    /// Detached mounts of the covers for these limits, whose files are made on first use.
     fn covers(&self, key: &covers::Key) -> io::Result<Vec<OwnedFd>> {
         let attributes =
             MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC;
-        self.cover_files(key)?
+        // Locked until they are mounted: files of other limits may take their place.
+        let mut known = lock(&self.covers);
+        cover_files(&mut known, key)?
             .iter()
             .map(|path| {
                 let mount = clone_mount(libc::AT_FDCWD, path)?;
@@ -727,27 +760,33 @@ impl Pinned {
             })
             .collect()
     }
+}
 
-    fn cover_files(&self, key: &covers::Key) -> io::Result<Arc<Vec<CString>>> {
-        let mut known = lock(&self.covers);
-        if let Some(paths) = known.get(key) {
-            return Ok(paths.clone());
+fn cover_files<'a>(known: &'a mut Covers, key: &covers::Key) -> io::Result<&'a [CString]> {
+    if !known.contains_key(key) {
+        if known.len() >= MAX_COVERS {
+            known.clear();
+            remove_covers()?;
         }
-        let directory = PathBuf::from(format!("{COVERS}/{}", key.name()));
+        let directory = Path::new(COVERS).join(key.name());
         std::fs::create_dir_all(&directory)?;
         let mut paths = Vec::new();
         for (name, content) in key.files()? {
-            let (path, partial) = (directory.join(name), directory.join(format!("{name}.part")));
-            if !path.exists() {
-                File::create(&partial)?.write_all(content.as_bytes())?;
-                std::fs::rename(&partial, &path)?;
-            }
+            let path = directory.join(name);
+            std::fs::write(&path, content)?;
             paths.push(text(&path)?);
         }
-        let paths = Arc::new(paths);
-        known.insert(key.clone(), paths.clone());
-        Ok(paths)
+        known.insert(key.clone(), paths);
     }
+    Ok(&known[key])
+}
+
+/// Removes the files of all covers. Those that are mounted in sandboxes live on there.
+fn remove_covers() -> io::Result<()> {
+    for entry in std::fs::read_dir(COVERS)? {
+        std::fs::remove_dir_all(entry?.path())?;
+    }
+    Ok(())
 }
 
 /// A detached overlay of these detached layers, the top one first, with the writable one in `volume`.
@@ -842,22 +881,55 @@ fn clear_stage(place: &Path) -> io::Result<()> {
     std::fs::remove_dir(place)
 }
 
-/// Whether `text` is a sha256 digest in hex.
-pub fn is_digest(text: &str) -> bool {
-    text.len() == 64
-        && text
-            .bytes()
-            .all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+/// A file under a name of its own, which goes unless it is published.
+struct Partial(PathBuf);
+
+impl Partial {
+    /// Beside `target`. Two threads may be at the same file.
+    fn beside(target: &Path) -> (Self, io::Result<File>) {
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        let number = LAST.fetch_add(1, Ordering::Relaxed);
+        let path = target.with_extension(format!("{number}.part"));
+        let file = File::options().write(true).create_new(true).open(&path);
+        (Partial(path), file)
+    }
+
+    fn publish(self, target: &Path) -> io::Result<()> {
+        std::fs::rename(&self.0, target)
+    }
 }
 
-/// Copies a layer's metadata to `target`, root's own, while its digest is checked: what the kernel will parse can't be changed afterwards.
+impl Drop for Partial {
+    fn drop(&mut self) {
+        // Once published it isn't there any more. What can't be removed goes with the next start.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Opens a plain file in a directory of somebody else's: no link is followed, and nothing else that has been put there is waited for.
+pub fn open_plain(path: &Path) -> io::Result<File> {
+    let file = File::options()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY)
+        .open(path)?;
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        let kind = io::ErrorKind::InvalidData;
+        Err(io::Error::new(kind, "not a plain file"))
+    }
+}
+
+/// Copies a layer's metadata to `target`, root's own, while its digest is checked: what the kernel will parse can't be changed afterwards. A target that is
+/// there was checked since the namespace of layers was made (see [`clear_metadata`]).
 pub fn import_metadata(source: &Path, target: &Path, digest: &str) -> io::Result<File> {
     if let Ok(file) = File::open(target) {
         return Ok(file);
     }
-    let mut input = named(&format!("layer {digest}"), File::open(source))?.take(MAX_METADATA + 1);
-    let partial = target.with_extension("part");
-    let mut output = File::create(&partial)?;
+    let source = named(&format!("layer {digest}"), open_plain(source))?;
+    let mut input = source.take(MAX_METADATA + 1);
+    let (partial, output) = Partial::beside(target);
+    let mut output = output?;
     let mut hasher = Sha256::new();
     let mut buffer = vec![0_u8; 1 << 18];
     let mut total = 0_u64;
@@ -876,33 +948,30 @@ pub fn import_metadata(source: &Path, target: &Path, digest: &str) -> io::Result
         .map(|byte| format!("{byte:02x}"))
         .collect();
     if total > MAX_METADATA || found != digest {
-        std::fs::remove_file(&partial)?;
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
             format!("layer {digest}: its metadata has the digest {found}"),
         ));
     }
-    std::fs::rename(&partial, target)?;
+    partial.publish(target)?;
     File::open(target)
+}
+
+/// Removes checked metadata that can't be relied on: what a spawner was copying when it died; and all of it where the layers' namespace is to be made
+/// anew, for then the machine may have crashed before the copies were on the disk.
+pub fn clear_metadata(directory: &Path, is_fresh: bool) -> io::Result<()> {
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        if is_fresh || !is_digest(&entry.file_name().to_string_lossy()) {
+            std::fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn digests_are_lower_case_hex_of_one_length() {
-        assert!(is_digest(&"a0".repeat(32)));
-        for bad in [
-            "",
-            "a0",
-            &"A0".repeat(32),
-            &"../".repeat(22)[..64],
-            &"g0".repeat(32),
-        ] {
-            assert!(!is_digest(bad), "{bad:?}");
-        }
-    }
 
     #[test]
     fn metadata_with_another_digest_is_not_imported() {
@@ -913,8 +982,61 @@ mod tests {
         assert!(
             import_metadata(&home.join("source"), &home.join("wrong"), &"0".repeat(64)).is_err()
         );
-        assert!(!home.join("wrong").exists() && !home.join("wrong.part").exists());
         assert!(import_metadata(&home.join("source"), &home.join("right"), digest).is_ok());
+        assert_eq!(names(&home), ["right", "source"]);
         std::fs::remove_dir_all(home).unwrap();
+    }
+
+    #[test]
+    fn metadata_is_a_plain_file_or_nothing() {
+        let home = std::env::temp_dir().join(format!("dsec-plain-{}", std::process::id()));
+        std::fs::create_dir_all(&home).unwrap();
+        let digest = "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73";
+        std::fs::write(home.join("content"), b"content").unwrap();
+        std::os::unix::fs::symlink(home.join("content"), home.join("link")).unwrap();
+        let fifo = text(home.join("fifo")).unwrap();
+        // SAFETY: the path is NUL-terminated.
+        assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
+        for source in ["link", "fifo", "nothing", "."] {
+            let imported = import_metadata(&home.join(source), &home.join("target"), digest);
+            assert!(imported.is_err(), "{source}");
+        }
+        assert_eq!(names(&home), ["content", "fifo", "link"]);
+        std::fs::remove_dir_all(home).unwrap();
+    }
+
+    #[test]
+    fn metadata_of_another_namespace_or_half_copied_is_not_relied_on() {
+        let home = std::env::temp_dir().join(format!("dsec-meta-{}", std::process::id()));
+        std::fs::create_dir_all(&home).unwrap();
+        let whole = "a".repeat(64);
+        for name in [whole.clone(), format!("{whole}.7.part")] {
+            std::fs::write(home.join(name), b"content").unwrap();
+        }
+        clear_metadata(&home, false).unwrap();
+        assert_eq!(names(&home), [whole]);
+        clear_metadata(&home, true).unwrap();
+        assert!(names(&home).is_empty());
+        std::fs::remove_dir_all(home).unwrap();
+    }
+
+    #[test]
+    fn a_place_that_nothing_is_mounted_on_is_no_layer() {
+        let home = std::env::temp_dir().join(format!("dsec-places-{}", std::process::id()));
+        std::fs::create_dir_all(home.join("empty")).unwrap();
+        // Another filesystem.
+        std::os::unix::fs::symlink("/proc", home.join("mounted")).unwrap();
+        assert_eq!(mounted_in(&home).unwrap(), [home.join("mounted")]);
+        assert_eq!(names(&home), ["mounted"]);
+        std::fs::remove_dir_all(home).unwrap();
+    }
+
+    fn names(directory: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(directory).unwrap();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
     }
 }

@@ -12,7 +12,7 @@ use crate::cgroup::Cgroups;
 use crate::child::MASKS;
 use crate::fuse::Fuse;
 use crate::keeper::{self, Keeper};
-use crate::layers::{self, Data, Layers, Means};
+use crate::layers::{self, named, Data, Layers, Means};
 use crate::options::Options;
 use crate::scratch::{self, Scratch};
 use crate::sysapi;
@@ -51,10 +51,6 @@ pub fn scratch_image(options: &Options) -> PathBuf {
 /// Where the namespace of layers is pinned.
 pub fn pin(options: &Options) -> PathBuf {
     options.run_dir.join("layers.ns")
-}
-
-fn named<T>(what: &str, result: io::Result<T>) -> io::Result<T> {
-    result.map_err(|error| io::Error::new(error.kind(), format!("{what}: {error}")))
 }
 
 /// Makes a directory of root's with this mode, or corrects the mode of one that is there.
@@ -111,7 +107,12 @@ impl Node {
         if !run.exists() {
             directory(run, 0o755)?;
         }
-        directory(&run.join("meta"), 0o700)?;
+        let metadata = run.join("meta");
+        directory(&metadata, 0o700)?;
+        named(
+            "checked metadata",
+            layers::clear_metadata(&metadata, !layers::is_pinned(&pin(options))),
+        )?;
         directory(&run.join("bin"), 0o755)?;
         sockets_in_memory(&run.join("c"))?;
         directory(&options.state_dir.join("scratch"), 0o700)?;
@@ -177,7 +178,7 @@ impl Node {
                 .map(|mask| Path::new("/").join(&*mask.path.to_string_lossy()).exists())
                 .collect(),
             blobs: open_directory(&blobs)?,
-            metadata: open_directory(&run.join("meta"))?,
+            metadata: open_directory(&metadata)?,
         })
     }
 
@@ -192,29 +193,37 @@ impl Node {
             &below(&self.metadata, meta),
             meta,
         )?;
-        let data = match blob {
-            None => Data::None,
-            Some(digest) if lazy => Data::Lazy(self.fuse.file(digest)?),
-            Some(digest) => Data::File(self.service_file(&below(&self.blobs, digest), digest)?),
+        let (data, flight) = match blob {
+            None => (Data::None, None),
+            Some(digest) if lazy => {
+                let (file, flight) = self.fuse.file(digest)?;
+                (Data::Lazy(file), Some(flight))
+            }
+            Some(digest) => {
+                let file = self.service_file(&below(&self.blobs, digest), digest)?;
+                (Data::File(file), None)
+            }
         };
-        self.layers.mount(meta.to_owned(), metadata, data)
+        self.layers.mount(meta.to_owned(), metadata, data)?;
+        if flight.is_none_or(|flight| flight.stands()) {
+            return Ok(());
+        }
+        // It came too late to be given up with the others.
+        self.layers.unmount(meta.to_owned())?;
+        Err(io::Error::new(
+            io::ErrorKind::NotConnected,
+            "blobfs was given up while the layer was being mounted",
+        ))
     }
 
     fn service_file(&self, path: &Path, digest: &str) -> io::Result<File> {
-        let file = named(
-            &format!("blob {digest}"),
-            File::options()
-                .read(true)
-                .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-                .open(path),
-        )?;
-        let meta = file.metadata()?;
-        if meta.is_file() && meta.uid() == self.service_uid {
+        let file = named(&format!("blob {digest}"), layers::open_plain(path))?;
+        if file.metadata()?.uid() == self.service_uid {
             Ok(file)
         } else {
             Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                format!("blob {digest} is not a plain file of the service's"),
+                format!("blob {digest} is not the service's"),
             ))
         }
     }

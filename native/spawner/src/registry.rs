@@ -87,15 +87,25 @@ impl Registry {
         self.changed.notify_all();
     }
 
-    /// Waits until nothing else is being done to the sandbox and claims it for ending. None: there is no such sandbox (any more).
-    pub fn begin_end(&self, id: &str) -> Option<Entry> {
+    /// Waits until nothing else is being done to the sandbox and claims it for ending, to be followed by [`Registry::remove`] or
+    /// [`Registry::not_ended`]. A name that no sandbox has is claimed as well: nobody may begin one while what bears it is swept.
+    pub fn begin_end(&self, id: &str) -> Entry {
         let mut table = self.table();
         loop {
             match table.entries.get_mut(id) {
-                None => return None,
+                None => {
+                    let entry = Entry {
+                        slot: None,
+                        pid: 0,
+                        pidfd: None,
+                        state: State::Ending,
+                    };
+                    table.entries.insert(id.to_owned(), entry.clone());
+                    return entry;
+                }
                 Some(entry) if matches!(entry.state, State::Live | State::Dead) => {
                     entry.state = State::Ending;
-                    return Some(entry.clone());
+                    return entry.clone();
                 }
                 Some(_) => {
                     table = self
@@ -105,6 +115,14 @@ impl Registry {
                 }
             }
         }
+    }
+
+    /// Gives up the claim of an end that didn't come through: a process of the sandbox is still there, under ids that nobody else may get.
+    pub fn not_ended(&self, id: &str) {
+        if let Some(entry) = self.table().entries.get_mut(id) {
+            entry.state = State::Dead;
+        }
+        self.changed.notify_all();
     }
 
     pub fn remove(&self, id: &str) {
@@ -207,13 +225,38 @@ mod tests {
         let registry = Arc::new(Registry::default());
         assert_eq!(registry.begin("sb-a"), Ok(0));
         let other = registry.clone();
-        let waiting = std::thread::spawn(move || other.begin_end("sb-a").map(|entry| entry.pid));
+        let waiting = std::thread::spawn(move || other.begin_end("sb-a").pid);
         let (end, _) = sysapi::pipe().unwrap();
         registry.created("sb-a", 7, Arc::new(end));
-        assert_eq!(waiting.join().unwrap(), Some(7));
+        assert_eq!(waiting.join().unwrap(), 7);
         assert!(
             !registry.died("sb-a"),
             "its death is no news while it is being ended"
         );
+    }
+
+    #[test]
+    fn while_what_bears_a_name_is_swept_nobody_begins_a_sandbox_of_it() {
+        let registry = Registry::default();
+        assert_eq!(registry.begin_end("sb-a").slot, None);
+        assert_eq!(registry.begin("sb-a"), Err(Refusal::Exists));
+        registry.remove("sb-a");
+        assert_eq!(registry.begin("sb-a"), Ok(0));
+        assert!(registry.has_slot(0));
+    }
+
+    #[test]
+    fn a_slot_stays_taken_until_every_process_has_ended() {
+        let registry = Registry::default();
+        assert_eq!(registry.begin("sb-a"), Ok(0));
+        let (end, _) = sysapi::pipe().unwrap();
+        registry.created("sb-a", 7, Arc::new(end));
+        assert_eq!(registry.begin_end("sb-a").slot, Some(0));
+        registry.not_ended("sb-a");
+        assert!(registry.has_slot(0));
+        assert!(!registry.died("sb-a"), "it is being ended, for all to know");
+        assert_eq!(registry.begin_end("sb-a").slot, Some(0), "once more");
+        registry.remove("sb-a");
+        assert!(!registry.has_slot(0));
     }
 }

@@ -6,8 +6,9 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{mpsc, Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use wire::passing;
+use wire::{passing, process};
 
 use crate::create::{self, Creator, Spec};
 use crate::denials::Denials;
@@ -33,21 +34,32 @@ const PACKERS: usize = 2;
 const SNAPPERS: usize = 2;
 
 /// How often quota groups of deleted subvolumes are tried again: deletions come through with the filesystem's commits, every 30 s.
-const ORPHANS_EVERY: std::time::Duration = std::time::Duration::from_secs(10);
+const ORPHANS_EVERY: Duration = Duration::from_secs(10);
+
+/// Whoever takes nothing for so long is stopped: it is cut off, for its answers and events are sent by threads that others wait for.
+const SEND_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A connection's writing half: answers come from several threads, each frame whole.
 #[derive(Clone)]
 struct Peer(Arc<Mutex<UnixStream>>);
 
 impl Peer {
+    /// `patience`: how long one frame may wait until the other end takes it.
+    fn new(stream: UnixStream, patience: Duration) -> io::Result<Self> {
+        stream.set_write_timeout(Some(patience))?;
+        Ok(Peer(Arc::new(Mutex::new(stream))))
+    }
+
     fn send(&self, body: &[u8]) {
         self.send_with(body, None);
     }
 
     fn send_with(&self, body: &[u8], descriptor: Option<RawFd>) {
         let stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // A peer that is gone gets nothing; it asks again when it is back.
-        let _ = passing::send_frame(&*stream, body, descriptor);
+        // A peer that is gone gets nothing; it asks again when it is back. One that took only a part can't understand what would follow.
+        if passing::send_frame(&*stream, body, descriptor).is_err() {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
     }
 
     /// Tells it from all others that live.
@@ -86,7 +98,7 @@ pub fn run(options: &Options) -> io::Result<()> {
     // One arena of memory: a child's copy of this process shall be small.
     // SAFETY: plain integers, before any thread is started.
     unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
-    raise_descriptor_limit()?;
+    process::raise_descriptor_limit()?;
     let null = File::options().read(true).write(true).open("/dev/null")?;
     let creators = (0..CREATORS)
         .map(|index| Creator::reserve(index, &null))
@@ -238,23 +250,6 @@ fn fail(message: &str) -> ! {
     std::process::exit(1)
 }
 
-fn raise_descriptor_limit() -> io::Result<()> {
-    // SAFETY: rlimit is plain data.
-    unsafe {
-        let mut limit: libc::rlimit = std::mem::zeroed();
-        check(libc::c_long::from(libc::getrlimit(
-            libc::RLIMIT_NOFILE,
-            &mut limit,
-        )))?;
-        limit.rlim_cur = limit.rlim_max;
-        check(libc::c_long::from(libc::setrlimit(
-            libc::RLIMIT_NOFILE,
-            &limit,
-        )))
-        .map(drop)
-    }
-}
-
 fn epoll() -> io::Result<OwnedFd> {
     // SAFETY: the new descriptor is nobody else's.
     unsafe {
@@ -310,10 +305,10 @@ impl Server {
         if !peer_uid(&stream).is_ok_and(|uid| uid == self.node.service_uid || uid == 0) {
             return;
         }
-        let Ok(writing) = stream.try_clone() else {
+        let writing = stream.try_clone();
+        let Ok(peer) = writing.and_then(|writing| Peer::new(writing, SEND_PATIENCE)) else {
             return;
         };
-        let peer = Peer(Arc::new(Mutex::new(writing)));
         self.peers
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -331,18 +326,19 @@ impl Server {
                 )),
             }
         }
-        self.peers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|one| !Arc::ptr_eq(&one.0, &peer.0));
+        self.tell_no_more(&peer);
         self.node.fuse.left(peer.key());
     }
 
     fn fuse_take(&self, peer: &Peer, id: u64) {
         match self.node.fuse.take(peer.key()) {
             Ok(taken) => {
+                self.tell_no_more(peer);
                 let answer = verbs::taken(id, taken.fresh);
                 peer.send_with(&answer, Some(taken.connection.as_raw_fd()));
+                if taken.aborted {
+                    self.tell_all(&verbs::blobs_aborted());
+                }
             }
             Err(error) => peer.send(&verbs::error(id, code_of(&error), &error.to_string())),
         }
@@ -353,7 +349,10 @@ impl Server {
             return verbs::error(id, "invalid_argument", "no descriptor came with fuse_give");
         };
         match self.node.fuse.give(peer.key(), descriptor) {
-            Ok(()) => verbs::done(id),
+            Ok(()) => {
+                self.tell_no_more(peer);
+                verbs::done(id)
+            }
             Err(error) => verbs::error(id, code_of(&error), &error.to_string()),
         }
     }
@@ -434,8 +433,15 @@ impl Server {
 
     fn end(&self, peer: &Peer, id: u64, sandbox: &str, keep_scratch: bool) {
         let entry = self.registry.begin_end(sandbox);
-        let (slot, pidfd) = entry.map_or((None, None), |entry| (entry.slot, entry.pidfd));
-        let ended = kill::end(&self.node, sandbox, slot, pidfd.as_deref(), keep_scratch);
+        let pidfd = entry.pidfd.as_deref();
+        let ended = match kill::end(&self.node, sandbox, entry.slot, pidfd, keep_scratch) {
+            Ok(ended) => ended,
+            Err(reason) => {
+                self.registry.not_ended(sandbox);
+                eprintln!("dsec-spawner: ending {sandbox}: {reason}");
+                return peer.send(&verbs::error(id, "failed", &reason.to_string()));
+            }
+        };
         self.endings.leave(sandbox);
         self.registry.remove(sandbox);
         if ended.left.is_empty() {
@@ -459,11 +465,6 @@ impl Server {
                 .layers
                 .mounted()
                 .map(|mounted| verbs::layers(id, &mounted)),
-            Verb::Limits {
-                sandbox,
-                limits,
-                disk,
-            } => self.limit(&sandbox, limits, disk).map(|()| verbs::done(id)),
             Verb::Usage { sandboxes } => {
                 let disk: Vec<(String, u64)> = sandboxes
                     .into_iter()
@@ -531,22 +532,6 @@ impl Server {
             ));
         }
         snapshot::take(&self.node, sandbox, name)
-    }
-
-    fn limit(
-        &self,
-        sandbox: &str,
-        limits: crate::cgroup::Limits,
-        disk: Option<u64>,
-    ) -> io::Result<()> {
-        if self.registry.get(sandbox).is_none() {
-            return Err(io::Error::new(
-                io::ErrorKind::NotFound,
-                format!("no sandbox {sandbox}"),
-            ));
-        }
-        self.node.cgroups.set(sandbox, limits)?;
-        disk.map_or(Ok(()), |bytes| self.node.scratch.limit(sandbox, bytes))
     }
 
     fn list(&self) -> Vec<Listed> {
@@ -652,6 +637,14 @@ impl Server {
         }
     }
 
+    /// It gets answers only, from now on.
+    fn tell_no_more(&self, peer: &Peer) {
+        self.peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|one| !Arc::ptr_eq(&one.0, &peer.0));
+    }
+
     /// Sockets whose sandbox is gone (its ending was cut short).
     fn remove_stale_sockets(&self) {
         for name in sysapi::names_in(self.node.sockets.as_raw_fd()).unwrap_or_default() {
@@ -666,4 +659,22 @@ impl Server {
 /// Whether a daemon answers at this run directory.
 pub fn is_running(run_dir: &Path) -> bool {
     UnixStream::connect(run_dir.join("spawner.sock")).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_takes_nothing_is_cut_off() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let peer = Peer::new(ours, Duration::from_millis(10)).unwrap();
+        // More than a socket holds.
+        let frame = vec![0; 8 << 20];
+        peer.send(&frame);
+        let stream = peer.0.lock().unwrap();
+        assert!(passing::send_frame(&*stream, b"", None).is_err());
+        let received = passing::receive_frame(&theirs, u32::MAX);
+        assert!(received.is_err(), "its frame ends in the middle");
+    }
 }

@@ -12,7 +12,7 @@ use std::process::{Child, Command};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use wire::capabilities::{Header, Words};
+use wire::capabilities::{bound, Header, Words};
 
 use crate::node::Node;
 use crate::sysapi::{self, check};
@@ -347,14 +347,7 @@ impl ReaderStart {
             }
             succeed(libc::fchdir(self.tree))?;
             succeed(libc::chroot(c".".as_ptr()))?;
-            let mut capability: libc::c_ulong = 0;
-            // The kernel says how many it has: EINVAL at the first one beyond.
-            while libc::prctl(libc::PR_CAPBSET_READ, capability, 0, 0, 0) >= 0 {
-                if !READER_SET.contains(&(capability as u32)) {
-                    succeed(libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0))?;
-                }
-                capability += 1;
-            }
+            bound(u64::from(bits))?;
             succeed(libc::prctl(libc::PR_SET_KEEPCAPS, 1, 0, 0, 0))?;
             check(libc::syscall(libc::SYS_setgroups, 0, 0))?;
             check(libc::syscall(

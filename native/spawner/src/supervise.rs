@@ -42,7 +42,7 @@ pub fn run(options: &Options) -> Result<i32, String> {
     directories::prepare_state(&options.state_dir, (options.service_uid, gid))?;
     let lock = directories::take_run(&options.run_dir, (options.service_uid, gid))?;
     // With a pinned namespace, sandboxes of an earlier run may live: a start that fails must not end them.
-    let is_first = !options.run_dir.join("layers.ns").exists();
+    let is_first = !crate::layers::is_pinned(&crate::node::pin(options));
     let mut supervisor = Supervisor {
         options,
         gid,

@@ -331,6 +331,18 @@ pub fn wait_readable(fd: RawFd, timeout_ms: c_int) -> io::Result<bool> {
     }
 }
 
+/// Whether a descriptor is in an error state, or its other end is gone.
+pub fn has_failed(fd: RawFd) -> bool {
+    let mut entry = libc::pollfd {
+        fd,
+        events: 0,
+        revents: 0,
+    };
+    // SAFETY: entry is one valid pollfd; nothing is waited for.
+    unsafe { libc::poll(&mut entry, 1, 0) };
+    entry.revents & (libc::POLLERR | libc::POLLHUP) != 0
+}
+
 /// A connected pair of Unix stream sockets, both close-on-exec.
 pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let mut pair = [0; 2];

@@ -1,12 +1,12 @@
 //! The verbs: requests parsed strictly into what is to be done, and answers. No privileged act happens here.
 
+use wire::digest::is_digest;
 use wire::value::{Mismatch, Value, Writer};
 
-use crate::cgroup::{is_group_name, Figures, Limits};
+use crate::cgroup::{is_group_name, Figures};
 use crate::changes::Page;
 use crate::create::{Created, Spec, MAX_EXTRA_IDS};
 use crate::denials::Denial;
-use crate::layers::is_digest;
 use crate::snapshot::{is_snapshot_name, Order, Taken};
 
 /// overlayfs takes 500; nobody stacks more than a hundred.
@@ -41,11 +41,6 @@ pub enum Verb {
     Kill {
         sandbox: String,
         keep_scratch: bool,
-    },
-    Limits {
-        sandbox: String,
-        limits: Limits,
-        disk: Option<u64>,
     },
     Usage {
         sandboxes: Vec<String>,
@@ -231,22 +226,6 @@ fn verb(map: &Value) -> Result<Verb, Bad> {
             sandbox: sandbox(map.get("sandbox"))?,
             keep_scratch: flag("keep_scratch", map.get("keep_scratch"))?,
         },
-        "limits" => {
-            let optional = |name: &'static str, least: u64| -> Result<Option<u64>, Bad> {
-                argument(name, map.get(name).optional(Value::unsigned))?
-                    .map(|value| at_least(name, value, least))
-                    .transpose()
-            };
-            Verb::Limits {
-                sandbox: sandbox(map.get("sandbox"))?,
-                limits: Limits {
-                    memory: optional("memory", MIN_MEMORY)?,
-                    cpu_millis: optional("cpu_millis", 0)?,
-                    pids: optional("pids", MIN_PIDS)?,
-                },
-                disk: optional("disk", MIN_DISK)?,
-            }
-        }
         "usage" => Verb::Usage {
             sandboxes: list("sandboxes", map.get("sandboxes"), MAX_NAMES, sandbox)?,
         },

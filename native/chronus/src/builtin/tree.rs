@@ -13,7 +13,7 @@ use wire::value::Writer;
 use super::files::path;
 use super::{answer, stdout, Failure, Result};
 use crate::kernel::check;
-use crate::users;
+use crate::users::{Unresolved, Users};
 
 /// Answers of many entries are written in pieces of this size.
 const ANSWER_BUFFER: usize = 64 << 10;
@@ -167,8 +167,15 @@ pub fn chmod(arguments: &BuiltinArgs) -> Result<()> {
 pub fn chown(arguments: &BuiltinArgs) -> Result<()> {
     let (uid, gid) = match &arguments.owner {
         Some(owner) => {
-            let account = users::look_up(owner).map_err(|_| {
-                Failure::new(libc::EINVAL, format!("no owner {owner} in the sandbox"))
+            let account = Users::new().look_up(owner);
+            let account = account.map_err(|unresolved| match unresolved {
+                Unresolved::User | Unresolved::Group => {
+                    Failure::new(libc::EINVAL, format!("no owner {owner} in the sandbox"))
+                }
+                Unresolved::Unreadable(errno) => Failure::new(
+                    errno,
+                    "the sandbox's /etc/passwd or /etc/group can't be read",
+                ),
             })?;
             let group = owner.contains(':') || owner.parse::<u32>().is_err();
             (Some(account.uid), group.then_some(account.gid))

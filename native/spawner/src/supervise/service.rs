@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use wire::capabilities::{Header, Words};
+use wire::capabilities::{bound, Header, Words};
 
 use crate::options::Options;
 
@@ -300,14 +300,9 @@ fn keep_open(descriptor: RawFd) -> io::Result<()> {
 fn drop_privileges(uid: u32, gid: u32) -> io::Result<()> {
     let header = Header::OWN;
     let none = [Words::default(); 2];
+    bound(0)?;
     // SAFETY: plain integers, and for capset a valid header with the two sets that version 3 has.
     unsafe {
-        let mut capability: libc::c_ulong = 0;
-        // The kernel says how many it has: EINVAL at the first one beyond.
-        while libc::prctl(libc::PR_CAPBSET_READ, capability, 0, 0, 0) >= 0 {
-            succeed(libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0))?;
-            capability += 1;
-        }
         succeed(libc::prctl(
             libc::PR_CAP_AMBIENT,
             libc::PR_CAP_AMBIENT_CLEAR_ALL,
