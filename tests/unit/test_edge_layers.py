@@ -43,11 +43,11 @@ async def test_a_layer_that_the_spawner_dropped_is_mounted_anew_and_its_users_st
     else:
         await mounts.compare(1.0)
     assert mounts.missing([LAYER])
-    assert mounts.in_use() == {LAYER.meta}
+    assert mounts.in_use() == {LAYER.meta, LAYER.blob}
     await mounts.acquire([LAYER])
     assert (node.mounts, mounts.missing([LAYER]), mounts.as_mounted([LAYER])) == (2, False, (LAYER,))
     mounts.release([LAYER], 2.0)
-    assert mounts.in_use() == {LAYER.meta}
+    assert mounts.in_use() == {LAYER.meta, LAYER.blob}
     mounts.release([LAYER], 2.0)
     assert mounts.in_use() == set()
 

@@ -216,7 +216,7 @@ class TestStop:
         await stopping
         with pytest.raises(DSecError, match="the layer is broken"):
             await creating
-        assert edge.in_use() == {"a" * 64}
+        assert edge.in_use() == {"a" * 64, "b" * 64}
         await stop(edge, other)
         assert nothing_left(edge, node)
 
