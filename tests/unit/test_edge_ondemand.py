@@ -89,7 +89,7 @@ class LazyImages(Images):
         self.adopted: list[tuple[str, Path]] = []
         self.unreachable = False
         self.whole = False
-        self.held = 0
+        self.holds = 0
 
     async def locate(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> None:
         if self.unreachable:
@@ -99,7 +99,7 @@ class LazyImages(Images):
         return [LayerState(layer, INDEX if layer.blob and not self.whole else None) for layer in environment.layers]
 
     async def hold(self, environment: Environment) -> None:
-        self.held += 1
+        self.holds += 1
 
     def get(self, reference: str) -> ImageInfo:
         layers = list(reversed(self.resolve(reference, None, ()).layers))
@@ -178,19 +178,19 @@ async def test_a_layer_that_is_not_whole_is_registered_once_and_mounted_lazily(e
 async def test_a_start_on_lazy_layers_that_are_mounted_holds_them(edge: Edge, images: LazyImages) -> None:
     """Between two sandboxes nothing keeps other nodes from the data of what stays mounted."""
     first = await create(edge)
-    assert images.held == 0
+    assert images.holds == 0
     sandbox = edge.sandboxes.live(first.id)
     assert sandbox is not None
     await edge.sandboxes.stop(sandbox, "stopped by request")
     await create(edge)
-    assert images.held == 1
+    assert images.holds == 1
 
 
 async def test_a_start_on_mounted_layers_that_are_whole_asks_nobody(edge: Edge, images: LazyImages) -> None:
     images.whole = True
     await create(edge)
     await create(edge)
-    assert images.held == 0
+    assert images.holds == 0
 
 
 async def test_a_blobfs_that_refuses_fails_the_creation_with_its_words(edge: Edge, node: Node, blobfs: FakeBlobfs) -> None:
