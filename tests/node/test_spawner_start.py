@@ -50,7 +50,7 @@ def test_a_place_that_nothing_was_mounted_on_yet_is_no_layer(node: Node, place: 
     node.kill(node.spawner_process)
     node.path(place, layer.meta).mkdir()
     spawner = node.start_spawner()
-    assert spawner.do("layers")["layers"] == []
+    assert spawner.do("layers")["layers"] == {}
     spawner.do("layer_mount", meta=layer.meta, blob=layer.blob.hex)
     assert node.path("layers", layer.meta, "file").read_bytes() == layer.files["file"]
 
