@@ -17,7 +17,7 @@ use crate::chunk;
 use crate::device::{Attributes, Device};
 use crate::events::{Event, Events};
 use crate::fetch;
-use crate::flights::{Flights, Neighbours, Priority};
+use crate::flights::{Flights, Priority};
 use crate::lru::Lru;
 use crate::pending::Pending;
 use crate::readahead::Readers;
@@ -25,8 +25,6 @@ use crate::table::{Invalid, Kind, Table};
 
 /// What is counted as needed by readers: pages.
 const BLOCK: u64 = 4096;
-/// The most bytes of neighbouring frames that are asked for together: 17 ms of a link of 1 Gbit/s.
-const TOGETHER: u32 = 2 << 20;
 /// Chunks that couldn't be kept are held in memory for their next readers: a chunk is read in pieces.
 const RECENT: usize = 8;
 /// A blob's failures are told at most this often: every reader would tell the same.
@@ -36,18 +34,6 @@ const FAILURES_EVERY: Duration = Duration::from_secs(1);
 pub struct Key {
     pub node: u64,
     pub chunk: u32,
-}
-
-impl Neighbours for Key {
-    fn before(self) -> Option<Self> {
-        let chunk = self.chunk.checked_sub(1)?;
-        Some(Key { chunk, ..self })
-    }
-
-    fn after(self) -> Option<Self> {
-        let chunk = self.chunk.checked_add(1)?;
-        Some(Key { chunk, ..self })
-    }
 }
 
 /// What is to be done with a chunk outside the lock.
@@ -308,30 +294,6 @@ impl State {
         }
         self.flights.enqueue(key);
         None
-    }
-
-    /// The frames of neighbouring chunks, taken apart: a job for each chunk that is waited for.
-    fn landed(&mut self, run: &[(Key, Option<u64>)], mut frames: Vec<u8>) -> Vec<Job> {
-        let mut jobs = Vec::with_capacity(run.len());
-        // From the end: the first one keeps the memory.
-        for (key, serial) in run.iter().rev() {
-            let Some(blob) = self.blobs.get_mut(&key.node) else {
-                return Vec::new();
-            };
-            let length = blob.table.entries[key.chunk as usize].length as usize;
-            // An answer of another length than asked for leaves some frame too short or too long, which its check will find.
-            let frame = if *key == run[0].0 {
-                std::mem::take(&mut frames)
-            } else {
-                frames.split_off(frames.len().saturating_sub(length))
-            };
-            if let Some(serial) = *serial {
-                blob.fetched += frame.len() as u64;
-                let key = *key;
-                jobs.push(Job::Landed { key, serial, frame });
-            }
-        }
-        jobs
     }
 
     /// Where nothing of a blob is missing, but for a look at what an earlier process kept: the jobs that do that. Readers may never come to those chunks
@@ -877,22 +839,13 @@ impl Blobs {
             return;
         };
         let now = Instant::now();
-        let fits = |first: Key, last: Key| {
-            let frames = blobs
-                .get(&first.node)
-                .and_then(|blob| blob.table.frames(first.chunk, last.chunk));
-            frames.is_some_and(|(_, length)| length <= TOGETHER)
-        };
-        while let Some((id, run)) = flights.next_to_send(now, fits) {
-            let (first, last) = (run[0], run[run.len() - 1]);
-            let known = blobs.get(&first.node).and_then(|blob| {
-                let (offset, length) = blob.table.frames(first.chunk, last.chunk)?;
-                Some(fetch::request(id, &blob.hex, offset, length))
-            });
-            let Some(request) = known else {
-                run.iter().for_each(|key| drop(flights.land(*key)));
+        while let Some((id, key)) = flights.next_to_send(now) {
+            let Some(blob) = blobs.get(&key.node) else {
+                flights.land(key);
                 continue;
             };
+            let entry = &blob.table.entries[key.chunk as usize];
+            let request = fetch::request(id, &blob.hex, entry.offset, entry.length);
             if wire::passing::send_frame(stream, &request, None).is_err() {
                 // Its reader sees that too, and connects again.
                 let _ = stream.shutdown(std::net::Shutdown::Both);
@@ -916,34 +869,22 @@ impl Blobs {
     /// The store's answer to one request.
     pub fn answered(&self, id: u64, answer: Result<Vec<u8>, fetch::Failure>) {
         let mut state = self.lock();
-        let run = state.flights.answered(id);
-        let waited = || {
-            run.iter()
-                .filter_map(|(key, serial)| Some((*key, (*serial)?)))
+        let Some((key, serial)) = state.flights.answered(id) else {
+            return;
         };
         match answer {
-            Ok(frames) => {
-                let jobs = state.landed(&run, frames);
+            Ok(frame) => {
+                if let Some(blob) = state.blobs.get_mut(&key.node) {
+                    blob.fetched += frame.len() as u64;
+                }
                 drop(state);
-                self.run(jobs);
+                self.run([Job::Landed { key, serial, frame }]);
             }
             Err(failure) if failure.retry => {
-                let now = Instant::now();
-                for (key, _) in waited() {
-                    state.flights.rest(key, now);
-                }
+                state.flights.rest(key, Instant::now());
                 self.send(&mut state);
             }
-            // One of them may be at fault for all.
-            Err(_) if run.len() > 1 => {
-                waited().for_each(|(key, _)| state.flights.separate(key));
-                self.send(&mut state);
-            }
-            Err(failure) => {
-                if let Some((key, _)) = waited().next() {
-                    self.give_up(state, key, &failure.reason);
-                }
-            }
+            Err(failure) => self.give_up(state, key, &failure.reason),
         }
     }
 
