@@ -6,12 +6,13 @@ Compression bombs are met by pulling: no step makes more than a megabyte at a ti
 from __future__ import annotations
 
 import hashlib
+import io
 import lzma
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import zstandard
 
@@ -19,6 +20,9 @@ from dsec.images.blobs import BlobDirectory
 from dsec.images.limits import MIB
 from dsec.images.threads import Check, to_end
 from libdsec.errors import ImageError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 Compression = Literal["none", "gzip", "zstd", "xz"]
 
@@ -213,21 +217,32 @@ def _unxz(pieces: Iterator[bytes]) -> Iterator[bytes]:
         raise ImageError("the xz data ends early")
 
 
-class _Section:
-    """Pieces as the file that zstandard reads from."""
+class _Section(io.RawIOBase):
+    """Pieces as a file."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
+        self._rest = memoryview(b"")
 
-    def read(self, _size: int = -1) -> bytes:
-        return next(self._pieces, b"")
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        if not self._rest:
+            self._rest = memoryview(next(self._pieces, b""))
+        room = memoryview(buffer).cast("B")
+        count = min(len(room), len(self._rest))
+        room[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
 
 def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """A cut frame goes unnoticed here; the tar in it then lacks its end mark, and is refused for that."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW)
     try:
-        with decompressor.stream_reader(_Section(pieces), read_across_frames=True) as reader:  # type: ignore[arg-type]
+        source = io.BufferedReader(_Section(pieces), PIECE)
+        with decompressor.stream_reader(source, read_across_frames=True) as reader:
             while made := reader.read(PIECE):
                 yield made
     except zstandard.ZstdError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from sdk_server import CAPACITY, FakeServer
@@ -164,8 +164,9 @@ async def test_full_vms_are_unsupported_whatever_way_they_are_asked_for(server: 
 
 async def test_the_image_may_be_given_without_its_name(server: FakeServer, client: DSecClient) -> None:
     assert DSecContainerRunArgs("python:3.11") == ARGS
+    make: Callable[..., DSecContainerRunArgs] = DSecContainerRunArgs
     with pytest.raises(TypeError):
-        DSecContainerRunArgs("python:3.11", "workspace")  # type: ignore[misc]
+        make("python:3.11", "workspace")
 
 
 async def test_a_fork_with_its_memory_is_unsupported(client: DSecClient) -> None:
