@@ -125,6 +125,20 @@ def stop_instance(instance: Instance) -> list[str]:
 
 
 @contextlib.contextmanager
+def node_at(home: Path, *options: str) -> Iterator[Instance]:
+    """An instance in a directory that is made for it, with more options for `dsec up`. At the end nothing of it may be left."""
+    home.mkdir(mode=0o755)
+    running = start_instance(home, scratch_mb=2048, extra=options)
+    try:
+        yield running
+    finally:
+        left = stop_instance(running)
+        if left:
+            print((home / "up.log").read_text()[-4000:])
+    assert not left, left
+
+
+@contextlib.contextmanager
 def own_instance(tar: Path, image: str, *, scratch_mb: int = 8192) -> Iterator[Instance]:
     """An instance that nobody else uses, whose parts may be killed, with ``tar`` imported as ``image``. At the end nothing of it may be
     left."""

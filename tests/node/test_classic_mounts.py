@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,25 +15,12 @@ import pytest
 
 from libdsec import DSecClient, DSecContainerRunArgs
 from libdsec.errors import Unavailable
-from tests.conftest import Instance, require_root, start_instance, stop_instance
+from tests.conftest import Instance, node_at, require_root
 from tests.unit.images_archives import member, tar
 
 DEADLINE_S = 60.0
 TOOLKITS = 20
 """A layer each. One option of fsconfig(2) has no room for the paths of so many."""
-
-
-@contextlib.contextmanager
-def _node(home: Path, *options: str) -> Iterator[Instance]:
-    home.mkdir(mode=0o755)
-    instance = start_instance(home, scratch_mb=1024, extra=("--mounts", "classic", *options))
-    try:
-        yield instance
-    finally:
-        left = stop_instance(instance)
-        if left:
-            print((home / "up.log").read_text()[-4000:])
-    assert not left, left
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +38,8 @@ def nodes(base_tar: Path) -> Iterator[tuple[Instance, Instance]]:
         for number in range(TOOLKITS):
             content = b"#!/bin/sh\necho tool %d\n" % number
             (home / f"tool-{number}.tar").write_bytes(tar([(member("bin/tool", uid=7, mode=0o4755), content)]))
-        shared = ("--store", str(store))
-        with _node(home / "old-0001", *shared) as first, _node(home / "old-0002", *shared, "--uid-base", str(0x4000_0000)) as second:
+        classic = ("--mounts", "classic", "--store", str(store))
+        with node_at(home / "old-0001", *classic) as first, node_at(home / "old-0002", *classic, "--uid-base", str(0x4000_0000)) as second:
 
             async def fill() -> None:
                 async with DSecClient(first.url, first.api_key) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import tempfile
@@ -15,7 +14,7 @@ import pytest
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec.schema import SandboxEvent
-from tests.conftest import Instance, start_instance, stop_instance
+from tests.conftest import Instance, node_at
 
 DEADLINE_S = 60.0
 IMAGE = "lazy"
@@ -32,19 +31,6 @@ class Nodes:
         return sum(path.stat().st_blocks * 512 for path in (self.second.home / "state" / "blobfs").iterdir())
 
 
-@contextlib.contextmanager
-def _node(home: Path, store: Path, *options: str) -> Iterator[Instance]:
-    home.mkdir(mode=0o755)
-    instance = start_instance(home, scratch_mb=2048, extra=("--store", str(store), *options))
-    try:
-        yield instance
-    finally:
-        left = stop_instance(instance)
-        if left:
-            print((home / "up.log").read_text()[-4000:])
-    assert not left, left
-
-
 @pytest.fixture(scope="module")
 def nodes(base_tar: Path) -> Iterator[Nodes]:
     with tempfile.TemporaryDirectory(prefix="dsec-test-", ignore_cleanup_errors=True) as name:
@@ -52,7 +38,8 @@ def nodes(base_tar: Path) -> Iterator[Nodes]:
         home, store = Path(name), Path(name) / "store"
         store.mkdir()
         os.chmod(store, 0o777)
-        with _node(home / "one-0001", store) as first, _node(home / "two-0002", store, "--uid-base", str(0x4000_0000)) as second:
+        shared = ("--store", str(store))
+        with node_at(home / "one-0001", *shared) as first, node_at(home / "two-0002", *shared, "--uid-base", str(0x4000_0000)) as second:
 
             async def fill() -> None:
                 async with DSecClient(first.url, first.api_key) as client:
@@ -129,7 +116,7 @@ async def test_a_corrupted_chunk_is_never_shown(nodes: Nodes, base_tar: Path) ->
     frames.chmod(0o644)
     frames.write_bytes(damaged)
     try:
-        with _node(nodes.store.parent / "three-03", nodes.store, "--uid-base", str(0x4800_0000)) as third:
+        with node_at(nodes.store.parent / "three-03", "--store", str(nodes.store), "--uid-base", str(0x4800_0000)) as third:
             client = DSecClient(third.url, third.api_key)
             async with client, await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
                 result = await sandbox.exec(["python3", "-c", "print(1)"], timeout=DEADLINE_S)
