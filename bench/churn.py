@@ -44,6 +44,7 @@ async def measure(setting: Setting) -> Outcome:
             "cycles_per_s": round(cycles / (done_at[-1] - done_at[0]), 1),
             "first_per_s": round(window / (done_at[window] - done_at[0]), 1),
             "last_per_s": round(window / (done_at[-1] - done_at[-1 - window]), 1),
+            "each_window_per_s": [round(window / (done_at[end] - done_at[end - window]), 1) for end in range(window, cycles + 1, window)],
             "kernel_mb": [round(kernel_before / MB, 1), round(kernel_after / MB, 1)],
             "journal_mb": [round(journal_before / MB, 2), round(_journal_bytes(state) / MB, 2)],
             "service_open_files": [files_before, footprint.open_files(service_pid)],

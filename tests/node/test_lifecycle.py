@@ -56,6 +56,28 @@ async def test_the_short_form_stops_when_left(instance: Instance, client: DSecCl
     await instance.wait_clean()
 
 
+async def test_nothing_of_an_ended_sandbox_is_in_later_ones(client: DSecClient, base_image: str) -> None:
+    """Writable layers of sandboxes that wrote little are used again."""
+
+    async def seen(sandbox: Sandbox) -> tuple[list[tuple[str, str]], str, str]:
+        written = [(entry.path, entry.kind) async for entry in sandbox.diff()]
+        root = await sandbox.run_shell("stat -c '%a %u %g' / /tmp /root; ls -A / /tmp /root; find / -xdev -name '*left-behind*'")
+        used = (await sandbox.metrics()).disk
+        return written, root.stdout, "small" if used < 1 << 20 else str(used)
+
+    async with Sandbox.create(base_image, memory_limit_mb=256, client=client) as first:
+        clean = await seen(first)
+        dirtied = await first.run_shell(
+            "set -e; echo secret > /root/left-behind; mkdir -p /left-behind/$(printf 'a\\377')/deep; rm -r /etc/apt; chmod 700 /root; "
+            "chmod 1771 /; chown 5:6 /tmp; ln -s /root /tmp/left-behind; head -c 1000000 /dev/urandom > /var/left-behind; sync"
+        )
+        assert dirtied.exit_code == 0, dirtied.stderr
+        assert await seen(first) != clean
+    for _ in range(3):
+        async with Sandbox.create(base_image, memory_limit_mb=256, client=client) as later:
+            assert await seen(later) == clean
+
+
 async def test_a_batch_streams_each_its_own_success_or_error(client: DSecClient, base_image: str) -> None:
     wanted = [small(base_image), small("no-such-image"), small(base_image, labels={"n": "2"})]
     items = {item.index: item async for item in client.run_many(wanted)}

@@ -21,6 +21,7 @@ mod scratch;
 mod seccomp;
 mod server;
 mod snapshot;
+mod spares;
 mod supervise;
 mod sweep;
 mod sysapi;

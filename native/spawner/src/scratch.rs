@@ -1,5 +1,5 @@
 //! Where sandboxes write: one btrfs per node in an allocated file (on a sparse one a full host disk would lose writes silently), a subvolume per
-//! sandbox with a quota that holds. It is scratch: a fresh start makes it anew.
+//! sandbox with a quota that holds. It is scratch: a fresh start makes it anew. Subvolumes of sandboxes that wrote little are used again.
 
 use std::collections::HashSet;
 use std::ffi::CString;
@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::changes::{self, Page};
 use crate::loops::{self, Access};
+use crate::spares::{self, Spares};
 use crate::sysapi::{self, ioctl};
 
 /// No barrier and no checksums, because after a crash of the machine the whole filesystem is made anew; commits as often as deleted subvolumes
@@ -146,6 +147,7 @@ pub struct Scratch {
     qgroups: OwnedFd,
     /// Quota groups of deleted subvolumes: the kernel lets go of one only when the last extent has been freed, some time after the deletion.
     orphans: Mutex<Vec<u64>>,
+    spares: Spares,
 }
 
 /// A sandbox's record in its subvolume: what a restarted spawner needs to find it again.
@@ -190,7 +192,23 @@ impl Scratch {
             root,
             qgroups: File::open(format!("/sys/fs/btrfs/{uuid}/qgroups"))?.into(),
             orphans: Mutex::default(),
+            spares: Spares::default(),
         })
+    }
+
+    /// Takes over what an earlier spawner left besides sandboxes: spare subvolumes, ones that it was clearing, quota groups of deleted ones.
+    /// Makes the spares that are missing.
+    pub fn recover(&self) -> io::Result<()> {
+        for name in self.spares.find(self.root())? {
+            self.remove_volume(&name)?;
+        }
+        self.find_orphans()?;
+        for _ in 0..self.spares.wanted() {
+            let name = self.spares.new_name();
+            self.make(&name)?;
+            self.spares.add(&name)?;
+        }
+        Ok(())
     }
 
     pub fn root(&self) -> RawFd {
@@ -199,13 +217,15 @@ impl Scratch {
 
     /// Makes a sandbox's subvolume with its quota, holding `u` (what it wrote) and `w` (overlayfs' own).
     pub fn create(&self, id: &str, disk: u64) -> io::Result<()> {
-        self.volume_call(BTRFS_IOC_SUBVOL_CREATE, id)?;
-        let dir = self.open_volume(id)?;
-        self.limit_volume(dir.as_raw_fd(), disk)?;
-        for name in [c"u", c"w"] {
-            sysapi::make_dir_at(dir.as_raw_fd(), name, 0o755)?;
+        if !self.spares.take(self.root(), id)? {
+            self.make(id)?;
         }
-        Ok(())
+        self.limit(id, disk)
+    }
+
+    fn make(&self, name: &str) -> io::Result<()> {
+        self.volume_call(BTRFS_IOC_SUBVOL_CREATE, name)?;
+        furnish(&self.open_volume(name)?)
     }
 
     /// Makes a sandbox's subvolume of a sealed snapshot: what that holds is not counted against `disk`, for the two share it.
@@ -274,10 +294,26 @@ impl Scratch {
         ioctl(volume, BTRFS_IOC_QGROUP_LIMIT, &mut args)
     }
 
-    /// Deletes a sandbox's subvolume; one that isn't there is fine.
+    /// Removes the subvolume of a sandbox that has ended: it is cleared for another one, or deleted. One that isn't there is fine.
     pub fn remove(&self, id: &str) -> io::Result<()> {
-        let tree = self.open_volume(id).and_then(|volume| tree_of(&volume));
-        self.destroy(id)?;
+        let small = self
+            .usage(id)
+            .is_ok_and(|bytes| bytes <= spares::MOST_BYTES);
+        if small && self.spares.wanted() > 0 {
+            let volume = self.open_volume(id)?;
+            match self.spares.give_back(self.root(), id, &volume, furnish) {
+                Ok(()) => Ok(()),
+                Err(left) => self.remove_volume(&left),
+            }
+        } else {
+            self.remove_volume(id)
+        }
+    }
+
+    /// Deletes a subvolume; one that isn't there is fine.
+    pub fn remove_volume(&self, name: &str) -> io::Result<()> {
+        let tree = self.open_volume(name).and_then(|volume| tree_of(&volume));
+        self.destroy(name)?;
         if let Ok(tree) = tree {
             self.orphans
                 .lock()
@@ -307,7 +343,7 @@ impl Scratch {
     }
 
     /// Takes over the quota groups that an earlier spawner's deletions left.
-    pub fn find_orphans(&self) -> io::Result<()> {
+    fn find_orphans(&self) -> io::Result<()> {
         let names = sysapi::names_in(self.root())?;
         let live: HashSet<u64> = names
             .iter()
@@ -430,6 +466,14 @@ impl Scratch {
         )?;
         changes::page(&top, after, limit)
     }
+}
+
+/// Makes what every sandbox's subvolume begins with: `u` for what it writes, `w` for overlayfs.
+fn furnish(volume: &OwnedFd) -> io::Result<()> {
+    for name in [c"u", c"w"] {
+        sysapi::make_dir_at(volume.as_raw_fd(), name, 0o755)?;
+    }
+    Ok(())
 }
 
 /// Number of the tree that a subvolume is, and of its quota group.

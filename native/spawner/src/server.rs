@@ -139,7 +139,7 @@ pub fn run(options: &Options) -> io::Result<()> {
         server.watch(&id, pidfd)?;
     }
     server.remove_stale_sockets();
-    server.node.scratch.find_orphans()?;
+    server.node.scratch.recover()?;
     let janitor = server.clone();
     start("quota", move || loop {
         std::thread::sleep(ORPHANS_EVERY);
@@ -422,6 +422,7 @@ impl Server {
                 if let Err(error) = watched.and_then(|()| self.watch(&spec.id, pidfd)) {
                     eprintln!("dsec-spawner: watching {}: {error}", spec.id);
                 }
+                self.endings.begin();
                 peer.send(&answer);
             }
             Err(error) => {

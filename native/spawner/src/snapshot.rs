@@ -104,7 +104,7 @@ pub fn take(node: &Node, sandbox: &str, snapshot: &str) -> io::Result<Taken> {
     taken?;
     node.scratch
         .seal(snapshot)
-        .inspect_err(|_| drop(node.scratch.remove(snapshot)))?;
+        .inspect_err(|_| drop(node.scratch.remove_volume(snapshot)))?;
     Ok(Taken { sync, frozen })
 }
 
@@ -169,7 +169,7 @@ impl Packs {
         }
         drop(running);
         remove_place(node, snapshot)?;
-        node.scratch.remove(snapshot)
+        node.scratch.remove_volume(snapshot)
     }
 }
 

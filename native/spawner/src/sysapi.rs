@@ -220,6 +220,15 @@ pub fn unlink_at(dir: RawFd, path: &CStr) -> io::Result<()> {
     .map(drop)
 }
 
+/// Renames within a directory; `AlreadyExists` where the new name is taken.
+pub fn rename_new_at(dir: RawFd, from: &CStr, to: &CStr) -> io::Result<()> {
+    // SAFETY: both names are NUL-terminated and outlive the call.
+    check(c_long::from(unsafe {
+        libc::renameat2(dir, from.as_ptr(), dir, to.as_ptr(), libc::RENAME_NOREPLACE)
+    }))
+    .map(drop)
+}
+
 pub fn chown_at(dir: RawFd, path: &CStr, uid: u32, gid: u32) -> io::Result<()> {
     // SAFETY: path is NUL-terminated and outlives the call.
     check(c_long::from(unsafe {
