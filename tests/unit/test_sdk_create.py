@@ -206,6 +206,14 @@ async def test_stop_is_repeated_after_a_lost_answer(server: FakeServer, client: 
     assert (await sandbox.stop()).state == "stopped"
 
 
+async def test_attaching_says_so_and_looking_only_looks(server: FakeServer, client: DSecClient) -> None:
+    sandbox = await client.run(ARGS)
+    server.requests.clear()
+    assert (await client.get(sandbox.id)).id == sandbox.id
+    assert (await client.attach(sandbox.id)).id == sandbox.id
+    assert server.requests == [("GET", f"/v1/sandboxes/{sandbox.id}"), ("POST", f"/v1/sandboxes/{sandbox.id}/attach")]
+
+
 async def test_attach_to_nothing_is_not_found(client: DSecClient) -> None:
     with pytest.raises(SandboxNotFound):
         await client.attach("sb-nope")
