@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from sdk_server import CAPACITY, FakeServer
@@ -28,22 +28,6 @@ from libdsec import (
 from libdsec.transport import Retry
 
 ARGS = DSecContainerRunArgs(container_image="python:3.11")
-
-
-@pytest.fixture
-async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    monkeypatch.setenv("DSEC_URL", fake.url)
-    monkeypatch.setenv("DSEC_API_KEY", "dsec_k")
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def client(server: FakeServer) -> AsyncIterator[DSecClient]:
-    async with DSecClient() as opened:
-        yield opened
 
 
 async def test_the_reports_first_listing_runs_as_written(server: FakeServer) -> None:
