@@ -246,13 +246,14 @@ class DSecClient:
     # -- finding sandboxes ----------------------------------------------------------------------------------------------------------------
 
     async def attach(self, sandbox_id: str) -> Sandbox:
-        """A sandbox made by any client of the project, by its id. Raises SandboxNotFound, SandboxGone. Safe to repeat."""
-        info = await self.get(sandbox_id)
-        return self._sandbox(info)
+        """A sandbox made by any client of the project, by its id. One whose creator went away before it was told of it is kept from then
+        on, as by any call that works with it. Raises SandboxNotFound, SandboxGone. Safe to repeat."""
+        url = self.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}/attach")
+        return self._sandbox(await self.transport.call("POST", url, _sandbox_info))
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
-        """A sandbox's record, also of a failed one. Raises SandboxNotFound, and SandboxGone (when and why) of one that was stopped: for 24
-        hours ``list(state="stopped")`` shows those. Safe to repeat."""
+        """A sandbox's record, also of a failed one. Only looks: no sandbox is kept by it (:meth:`attach`). Raises SandboxNotFound,
+        and SandboxGone (when and why) of one that was stopped: for 24 hours ``list(state="stopped")`` shows those. Safe to repeat."""
         url = self.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}")
         return await self.transport.call("GET", url, _sandbox_info)
 

@@ -243,12 +243,13 @@ class DSecClient:
         return (RunItem._of(item) for item in iterate(self._async.run_many(args, count=count, timeout=timeout)))
 
     def attach(self, sandbox_id: str) -> Sandbox:
-        """A sandbox made by any client of the project, by its id. Raises SandboxNotFound, SandboxGone. Safe to repeat."""
+        """A sandbox made by any client of the project, by its id. One whose creator went away before it was told of it is kept from then
+        on, as by any call that works with it. Raises SandboxNotFound, SandboxGone. Safe to repeat."""
         return Sandbox._of(run(self._async.attach(sandbox_id)))
 
     def get(self, sandbox_id: str) -> SandboxInfo:
-        """A sandbox's record, also of a failed one. Raises SandboxNotFound, and SandboxGone (when and why) of one that was stopped: for 24
-        hours ``list(state="stopped")`` shows those. Safe to repeat."""
+        """A sandbox's record, also of a failed one. Only looks: no sandbox is kept by it (:meth:`attach`). Raises SandboxNotFound,
+        and SandboxGone (when and why) of one that was stopped: for 24 hours ``list(state="stopped")`` shows those. Safe to repeat."""
         return run(self._async.get(sandbox_id))
 
     def list(

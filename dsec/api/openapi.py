@@ -89,6 +89,12 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(Parameter("state"), Parameter("backend"), Parameter("label", about="k=v; may be repeated"), *_PAGE),
     ),
     Operation("get", _SB, "Show a sandbox", response=_json(schema.SandboxInfo)),
+    Operation(
+        "post",
+        f"{_SB}/attach",
+        "Show a sandbox, and keep it even if its creator went away before it was told of it",
+        response=_json(schema.SandboxInfo),
+    ),
     Operation("patch", _SB, "Change lifetimes, labels or network rules", _json(schema.PatchRequest), _json(schema.SandboxInfo)),
     Operation("delete", _SB, "Stop and delete a sandbox; repeatable", response=_json(schema.SandboxInfo)),
     Operation(

@@ -70,7 +70,7 @@ class Information:
         await call.reply(page)
 
     async def show(self, call: Call, target: Sandbox | Record) -> None:
-        """GET /v1/sandboxes/{id}"""
+        """GET /v1/sandboxes/{id}; POST …/attach, by which somebody says that he has the sandbox"""
         if isinstance(target, Sandbox):
             await call.reply(self._sandboxes.info(target))
         else:

@@ -44,6 +44,8 @@ class LayerMounts:
         self._unmounting: dict[str, asyncio.Future[None]] = {}
         self._unmounts = 0
         """How many were begun."""
+        self.aborts = 0
+        """How often the spawner has given up what lazy layers are read from: sandboxes made of them before can't be read on."""
 
     def missing(self, layers: Iterable[LayerRef]) -> bool:
         """Whether some of the layers have to be mounted first."""
@@ -145,6 +147,7 @@ class LayerMounts:
 
     def lose_lazy(self) -> None:
         """The spawner says that it has dropped the lazy layers."""
+        self.aborts += 1
         for meta, mounted in list(self._mounted.items()):
             if mounted.lazy and mounted.ready is not None and mounted.ready.done():
                 self._lose(meta, mounted)

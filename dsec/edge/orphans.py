@@ -1,9 +1,9 @@
 """Sandboxes that nobody may know of: their creator went away before it was told of them.
 
 A create request *asks* for a sandbox, and in the end has either *told* of it (its line was handed to a live connection) or *given it up*.
-A sandbox that every request has given up and that no call has named is an orphan. Lists and what is asked of all that they show (figures,
-events) name nothing. With an idempotency key it gets a grace in which it can
-still be asked for; without one it is stopped at once.
+A sandbox that every request has given up and that no call has named is an orphan. With an idempotency key it gets a grace in which it can
+still be asked for; without one it is stopped at once. Reading names nothing: a list, and what may be asked of all that a list shows (the
+record, figures, events). Who has only an id and wants to keep the sandbox attaches to it.
 
 In the journal ``Record.told`` stays None on the ordinary way, which therefore costs no write: after a restart a sandbox that runs counts as
 told (it may have been), one that was still being created as untold (nobody is answered before the journal has it running). Giving up

@@ -53,8 +53,8 @@ class Route:
     on_sandbox: Callable[[Call, Sandbox], Awaitable[None]] | None = None
     on_record: Callable[[Call, Sandbox | Record], Awaitable[None]] | None = None
     on_socket: Callable[[Call, Socket, Sandbox], Awaitable[None]] | None = None
-    watches: bool = False
-    """It tells what somebody asks of every sandbox that a list shows, so whoever calls it needn't know of this one."""
+    reads: bool = False
+    """It tells what somebody may ask of every sandbox that a list shows, so whoever calls it needn't know of this one."""
 
 
 @dataclass
@@ -78,7 +78,8 @@ def routes(
         Route("POST", f"{one}/exec", "use", on_sandbox=commands.run),
         Route("POST", "", on_all=creation.create),
         Route("GET", "", on_all=information.list),
-        Route("GET", one, "info", on_record=information.show),
+        Route("GET", one, "info", on_record=information.show, reads=True),
+        Route("POST", f"{one}/attach", "info", on_record=information.show),
         Route("PATCH", one, "change", on_sandbox=information.patch),
         Route("DELETE", one, "stop", on_record=information.stop),
         Route("GET", f"{one}/exec", "use", on_sandbox=commands.list),
@@ -92,7 +93,7 @@ def routes(
         Route(WEBSOCKET, f"{command}/attach", "use", on_socket=commands.attach),
         Route("POST", f"{one}/shell", "use", on_sandbox=commands.shell),
         Route("DELETE", f"{one}/shell/{{session}}", "use", on_sandbox=commands.close_session),
-        Route("GET", f"{one}/commands", "info", on_sandbox=commands.history, watches=True),
+        Route("GET", f"{one}/commands", "info", on_sandbox=commands.history, reads=True),
         Route("GET", f"{one}/files", "use", on_sandbox=files.read),
         Route("PUT", f"{one}/files", "use", on_sandbox=files.write),
         Route("GET", f"{one}/files/stat", "use", on_sandbox=files.stat),
@@ -110,11 +111,11 @@ def routes(
         Route(ANY, f"{one}/ports/{{port}}/{{rest...}}", "use", on_sandbox=ports.http),
         Route(WEBSOCKET, f"{one}/ports/{{port}}/{{rest...}}", "use", on_socket=ports.websocket),
         Route("GET", f"{one}/processes", "use", on_sandbox=information.processes),
-        Route("GET", f"{one}/metrics", "info", on_sandbox=information.metrics, watches=True),
-        Route("GET", f"{one}/events", "info", on_record=information.events, watches=True),
+        Route("GET", f"{one}/metrics", "info", on_sandbox=information.metrics, reads=True),
+        Route("GET", f"{one}/events", "info", on_record=information.events, reads=True),
         Route("POST", f"{one}/pack", "use", on_sandbox=packs.pack),
         Route("POST", f"{one}/fork", "use", on_sandbox=forks.fork),
-        Route("GET", f"{one}/diff", "inspect", on_sandbox=information.diff, watches=True),
+        Route("GET", f"{one}/diff", "inspect", on_sandbox=information.diff, reads=True),
     )
 
 
@@ -144,7 +145,7 @@ class EdgeApp:
             found = await self._sandboxes.find(call.project, names[0])
         else:
             found = target
-            if not target.told and not route.watches:
+            if not target.told and not route.reads:
                 await self._sandboxes.orphans.keep(target)
         call.names = names[1:]
         if isinstance(found, Record) or not takes(found.state, route.kind):

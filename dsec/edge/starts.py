@@ -253,18 +253,23 @@ class Starts:
                 return await self._key_used_up(sandbox)
             await self._mount_layers(record, environment)
             counted = True
+            self._images.note_start(environment)
             if sandbox.state == "creating":
-                await self._spawn(sandbox, origin)
+                aborts = await self._spawn(sandbox, environment, origin)
                 await self._agents.connect(sandbox)
                 await self._agents.make_workdir(sandbox)
                 if origin is not None:
                     await self._agents.renew_machine_id(sandbox)
+                self._check_readable(record, aborts)
             if sandbox.state == "creating":
                 await self._run_from_now(sandbox)
                 return None
             # Stopped meanwhile: the stop, which waits for us, removes everything.
             return refusal(record)
         except (DSecError, SpawnerError, BlobfsError, ChannelLost, ChannelError, JournalError, OSError) as failure:
+            if isinstance(failure, SpawnerError) and failure.code == "not_found":
+                # Of the node's: what the caller named was there.
+                return Unavailable(f"what the sandbox is made of went away while it started: {failure.message}", retry_after=1.0)
             return as_error(failure)
         except Exception as failure:
             return incident(failure, f"create {record.id}")
@@ -274,6 +279,15 @@ class Starts:
 
     async def _mount_layers(self, record: Record, environment: Environment) -> None:
         """With this the layers are mounted, and the sandbox counts as their user."""
+        try:
+            await self._mount(record, environment)
+        except SpawnerError as error:
+            if error.code != "not_found":
+                raise
+            # A file that was there a moment ago: a check of the images may just be replacing it, or blobfs has let it go.
+            await self._mount(record, environment)
+
+    async def _mount(self, record: Record, environment: Environment) -> None:
         layers = self._inventory.layers
         lazy: Collection[str] = ()
         if layers.missing(record.layers):
@@ -283,7 +297,19 @@ class Starts:
             await self._images.hold(environment)
         await layers.acquire(record.layers, lazy)
         record.layers = layers.as_mounted(record.layers)
-        self._images.note_start(environment)
+
+    async def _mount_anew(self, record: Record, environment: Environment) -> None:
+        """Mounts what the spawner has dropped of the layers of a sandbox, which is their user already."""
+        layers, held = self._inventory.layers, record.layers
+        await layers.compare(self._clock.monotonic())
+        await self._mount_layers(record, environment)
+        layers.release(held, self._clock.monotonic())
+
+    def _check_readable(self, record: Record, aborts: int) -> None:
+        """Raises Unavailable if the data of the layers was given up since there were ``aborts`` of that."""
+        layers = self._inventory.layers
+        if layers.aborts != aborts and any(layer.lazy for layer in record.layers):
+            raise Unavailable("the data of its image could no longer be read when the sandbox had started; try again", retry_after=1.0)
 
     async def _key_used_up(self, sandbox: Sandbox) -> DSecError:
         """The journal has another sandbox under the key, and it isn't live: it has ended."""
@@ -298,8 +324,9 @@ class Starts:
             return _key_conflict(record.key, earlier.id)
         return refusal(earlier)
 
-    async def _spawn(self, sandbox: Sandbox, origin: Origin | None) -> None:
-        record = sandbox.record
+    async def _spawn(self, sandbox: Sandbox, environment: Environment, origin: Origin | None) -> int:
+        """Has the spawner make it. Returns how often the data of lazy layers had been given up before that."""
+        record, layers = sandbox.record, self._inventory.layers
         snapshot = None if origin is None else origin.snapshot
         if origin is not None and snapshot is None:
             raise Unavailable("a sandbox of this idempotency key ended just now; repeat the call", retry_after=0.5)
@@ -316,16 +343,23 @@ class Starts:
             history=min(HISTORY_BYTES, record.memory_mb * MB // HISTORY_SHARE),
         )
         for attempt in range(1, SPAWNER_TRIES + 1):
+            aborts = layers.aborts
             try:
                 spawned = await self._inventory.spawner.create(spec)
                 break
-            except SpawnerLost:
-                if attempt == SPAWNER_TRIES or sandbox.state != "creating":
+            except SpawnerError as error:
+                lost = isinstance(error, SpawnerLost)
+                if attempt == SPAWNER_TRIES or sandbox.state != "creating" or not (lost or error.code == "not_found"):
                     raise
-                # It may have died half-way: what the kernel has under the name goes first.
-                await self._endings.kill(record.id)
+                if lost:
+                    # It may have died half-way: what the kernel has under the name goes first.
+                    await self._endings.kill(record.id)
+                else:
+                    # Dropped since they were mounted: with blobfs, or by a spawner that was restarted. Nothing was made.
+                    await self._mount_anew(record, environment)
         record.slot = spawned.slot
         record.socket = spawned.socket
+        return aborts
 
     async def _run_from_now(self, sandbox: Sandbox) -> None:
         record = sandbox.record

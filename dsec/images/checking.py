@@ -18,10 +18,10 @@ import msgspec
 from dsec.images.blobs import BlobDirectory, digest_of, hex_of
 from dsec.images.chunks import ChunkTable
 from dsec.images.documents import decode
-from dsec.images.leases import GC_KEY, GC_S, LeaseFile
+from dsec.images.leases import GC_KEY, GC_S, LIMIT, LeaseFile
 from dsec.images.publishing import CLAIM_S, Publisher, frames_key, meta_key, table_key
 from dsec.images.pulling import Puller, unpack_meta
-from dsec.images.shared import BlobMissing, Blobs
+from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
 from dsec.images.shared_catalog import Held, Manifest, SharedCatalog, manifest_key, read_manifest
 from dsec.images.store_gc import unnamed
 from dsec.images.threads import Check, in_pieces
@@ -132,13 +132,15 @@ class Checker:
     async def store(self, blobs: Blobs, catalog: SharedCatalog, publisher: Publisher) -> None:
         """Checks what the manifests in the store name, and what lies there besides."""
         sizes = {each.key: each.size for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch}
-        checked: set[tuple[str, str | None]] = set()
+        checked: set[tuple[str, str | None, int]] = set()
         metas: set[str] = set()
         data: set[str] = set()
         async for key, content in catalog.read(await catalog.keys()):
             if content is None:
                 continue
             try:
+                if isinstance(content, BlobTooLarge):
+                    raise content
                 manifest = read_manifest(content)
                 if manifest_key(manifest.name, manifest.version) != key:
                     raise ImageError(f"it is the manifest of {manifest.name}@{manifest.version}")
@@ -148,8 +150,8 @@ class Checker:
             for layer in manifest.layers:
                 metas.add(hex_of(layer.digest))
                 data.update([hex_of(layer.blob)] if layer.blob is not None else [])
-                # Two manifests may say different things of one layer's chunks.
-                what = (layer.digest, layer.index)
+                # Two manifests may say different things of one layer's chunks, and of its size.
+                what = (layer.digest, layer.index, layer.meta_bytes)
                 if what not in checked and await self._stored(blobs, publisher, manifest, layer, sizes):
                     checked.add(what)
         for garbage in await unnamed(blobs, {"": Held(frozenset(metas), frozenset(data))}):
@@ -181,6 +183,7 @@ class Checker:
             yield meta, "not in the store"
         elif self._deep:
             try:
+                self._puller.check_meta_size(layer)
                 unpack_meta(await blobs.get(meta), layer)
             except (ImageError, BlobMissing) as error:
                 yield meta, error.message
@@ -245,8 +248,8 @@ class Checker:
         async for batch in blobs.list("leases"):
             for each in batch:
                 try:
-                    decode(await blobs.get(each.key), LeaseFile)
-                except msgspec.DecodeError as error:
+                    decode(await blobs.get(each.key, LIMIT), LeaseFile)
+                except (msgspec.DecodeError, BlobTooLarge) as error:
                     await self._object(blobs, "corrupt", each.key, f"it is no lease: {error}")
                 except BlobMissing:
                     pass

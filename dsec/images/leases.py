@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from dsec.images.documents import decode
-from dsec.images.shared import BlobMissing, Blobs
+from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
 from libdsec.errors import ImageError, Unavailable
 
 LEASE_S = 600.0
@@ -124,12 +124,10 @@ async def read_leases(blobs: Blobs, now: float) -> dict[str, set[str]]:
     keys = [each.key async for batch in blobs.list("leases") for each in batch]
     for key in keys:
         try:
-            data = await blobs.get(key, LIMIT)
+            lease = decode(await blobs.get(key, LIMIT), LeaseFile)
         except BlobMissing:
             continue
-        try:
-            lease = decode(data, LeaseFile)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, BlobTooLarge) as error:
             raise ImageError(f"{key} in the shared store is no lease ({error}): `dsec image fsck --repair` removes it") from error
         if lease.at + LEASE_S > now:
             found[lease.node] = set(lease.digests)
@@ -140,7 +138,8 @@ async def read_condemned(blobs: Blobs, now: float) -> CondemnedFile | None:
     """What a gc that lives is about to take; None: there is none."""
     try:
         return decode_condemned(await blobs.get(GC_KEY, LIMIT), now)
-    except BlobMissing:
+    except (BlobMissing, BlobTooLarge):
+        # No gc writes so much, and what isn't a gc's is waited for by nobody.
         return None
 
 

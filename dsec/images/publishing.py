@@ -23,7 +23,7 @@ from dsec.images.documents import decode
 from dsec.images.flights import Flights
 from dsec.images.importing import Tell
 from dsec.images.leases import POLL_S, Lease
-from dsec.images.shared import BlobMissing, Blobs
+from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
 from dsec.images.shared_catalog import Manifest, SharedCatalog, held_by
 from dsec.images.threads import Check, in_pieces, to_end
 from libdsec.errors import ImageError, ImageNotFound
@@ -241,7 +241,7 @@ class Publisher:
             claim = decode(await self._shared.get(key), ClaimFile)
         except BlobMissing:
             return False
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, BlobTooLarge):
             claim = ClaimFile(node="", at=0.0)
         # One of our own is from before a crash: within this process the flights see to it that a blob is sent once.
         if claim.node == self._lease.node or claim.at + CLAIM_S < time.time():

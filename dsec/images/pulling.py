@@ -81,10 +81,14 @@ class Puller:
         return LayerState(layer, await self.table(layer))
 
     async def _fetch_meta(self, layer: LayerInfo) -> None:
-        if layer.meta_bytes > self._limits.metadata:
-            raise ImageError(f"the metadata of {layer.digest} would have {layer.meta_bytes} bytes, {self._limits.metadata} are allowed")
+        self.check_meta_size(layer)
         packed = await self._get(layer, meta_key(layer.digest))
         await to_end(lambda: self._local.keep(unpack_meta(packed, layer), layer.digest))
+
+    def check_meta_size(self, layer: LayerInfo) -> None:
+        """Raises ImageError for a layer whose manifest promises more metadata than a node takes."""
+        if layer.meta_bytes > self._limits.metadata:
+            raise ImageError(f"the metadata of {layer.digest} would have {layer.meta_bytes} bytes, {self._limits.metadata} are allowed")
 
     async def check_frames(self, states: Sequence[LayerState]) -> None:
         """Looks whether the store still has what is to be read of layers that aren't whole here: another node may have removed their image

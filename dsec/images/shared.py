@@ -34,7 +34,7 @@ from obstore.store import LocalStore, S3Store
 
 from dsec.images.blobs import FULL
 from dsec.images.threads import to_end
-from libdsec.errors import InvalidArgument, NoCapacity, NotFound, Unavailable
+from libdsec.errors import ImageError, InvalidArgument, NoCapacity, NotFound, Unavailable
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
@@ -68,6 +68,10 @@ _STAGING = re.compile(r"#[0-9]+\Z")
 
 class BlobMissing(NotFound):
     """There is no object of that name."""
+
+
+class BlobTooLarge(ImageError):
+    """An object has more bytes than one of its kind can have: it is broken, or somebody else's."""
 
 
 class BlobsDenied(Unavailable):
@@ -105,7 +109,7 @@ class Blobs(Protocol):
         """Make an object unless there is one of that name; whether it was made. Of several callers one gets True."""
 
     async def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
-        """An object's content. Raises BlobMissing, and InvalidArgument for one that has more than ``limit`` bytes."""
+        """An object's content. Raises BlobMissing, and BlobTooLarge for one that has more than ``limit`` bytes."""
 
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
         """Exactly ``length`` (1 or more) bytes. Raises BlobMissing, also where the object is shorter."""
@@ -236,9 +240,9 @@ class ObjectBlobs:
         try:
             found = await obstore.get_async(self._store, key)
             if found.meta["size"] > limit:
-                raise InvalidArgument(f"{key} in the store has {found.meta['size']} bytes, at most {limit} can be right")
+                raise BlobTooLarge(f"{key} in the store has {found.meta['size']} bytes, at most {limit} can be right")
             return bytes(await found.bytes_async())
-        except InvalidArgument:
+        except BlobTooLarge:
             raise
         except Exception as failure:
             raise self._translated(failure, f"reading {key}") from failure

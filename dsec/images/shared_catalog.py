@@ -15,7 +15,7 @@ import msgspec
 
 from dsec.images.documents import decode
 from dsec.images.limits import MIB
-from dsec.images.shared import BlobMissing, Blobs
+from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
 from libdsec.errors import Conflict, ImageError
 from libdsec.schema import ImageInfo, LayerInfo
 
@@ -163,19 +163,23 @@ class SharedCatalog:
             else:
                 found[key] = held
         async for key, data in self.read(unread):
+            if isinstance(data, BlobTooLarge):
+                raise data
             if data is not None:
                 found[key] = held_by(read_manifest(data).layers)
         self._held = dict(found)
         return found
 
-    async def read(self, keys: Sequence[str]) -> AsyncIterator[tuple[str, bytes | None]]:
-        """The manifests as they stand, in the order of ``keys``; None for one that is gone."""
+    async def read(self, keys: Sequence[str]) -> AsyncIterator[tuple[str, bytes | BlobTooLarge | None]]:
+        """The manifests as they stand, in the order of ``keys``: None for one that is gone, the error for one that can't be one."""
 
-        async def one(key: str) -> bytes | None:
+        async def one(key: str) -> bytes | BlobTooLarge | None:
             try:
                 return await self._blobs.get(key, MANIFEST_LIMIT)
             except BlobMissing:
                 return None
+            except BlobTooLarge as error:
+                return error
 
         for start in range(0, len(keys), READS_AT_ONCE):
             part = keys[start : start + READS_AT_ONCE]

@@ -13,7 +13,7 @@ import structlog
 
 from dsec.images.blobs import full_disk_told
 from dsec.images.documents import decode
-from dsec.images.shared import BlobMissing, Blobs
+from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
 from libdsec.errors import InvalidArgument, NoCapacity, Unavailable
 
 ENTRIES_MAX = 200_000
@@ -72,7 +72,7 @@ class Traces:
         if data is None and self._shared is not None:
             try:
                 data = await self._shared.get(self._key(image), LIMIT)
-            except (BlobMissing, InvalidArgument, Unavailable):
+            except (BlobMissing, BlobTooLarge, Unavailable):
                 data = None
             if data is not None:
                 # Kept in memory in any case.

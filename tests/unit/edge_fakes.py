@@ -271,6 +271,7 @@ class Node:
         """Connections to agents that were begun."""
         self.creating = asyncio.Event()
         """A creation has reached the spawner."""
+        self.fail_mount: list[SpawnerError] = []
         self.fail_unmount: list[SpawnerError] = []
         self.fail_create: list[SpawnerError] = []
         self.fail_snapshot: list[SpawnerError] = []
@@ -341,6 +342,8 @@ class FakeSpawner:
 
     async def layer_mount(self, meta: str, blob: str | None, *, lazy: bool = False) -> None:
         self._node.mounts += 1
+        if self._node.fail_mount:
+            raise self._node.fail_mount.pop(0)
         self._node.mounted[meta] = blob
         if lazy:
             self._node.lazy.add(meta)
@@ -376,6 +379,9 @@ class FakeSpawner:
             raise error
         if node.gate is not None:
             await node.gate.wait()
+        for layer in spec.layers:
+            if layer not in node.mounted:
+                raise SpawnerError("not_found", f"layer {layer} is not mounted")
         made = node.make(spec.sandbox)
         node.specs[spec.sandbox] = spec
         node.agents[made.socket].files |= node.files

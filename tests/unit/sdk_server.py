@@ -107,6 +107,7 @@ class FakeServer:
                 web.post("/v1/sandboxes", self._create),
                 web.get("/v1/sandboxes", self._list),
                 web.get(box, self._get),
+                web.post(box + "/attach", self._get),
                 web.patch(box, self._patch),
                 web.delete(box, self._stop),
                 web.post(box + "/fork", self._fork),

@@ -69,6 +69,7 @@ class FakeEdge:
                 Route("/v1/sandboxes", self.create, methods=["POST"]),
                 Route("/v1/sandboxes", self.list),
                 Route("/v1/sandboxes/{id}", self.show),
+                Route("/v1/sandboxes/{id}/attach", self.show, methods=["POST"]),
                 Route("/v1/sandboxes/{id}", self.stop, methods=["DELETE"]),
                 Route("/v1/sandboxes/{id}/exec", self.exec, methods=["POST"]),
                 Route("/v1/sandboxes/{id}/exec", self.commands),

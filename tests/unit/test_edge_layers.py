@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from edge_fakes import FakeClock, FakeSpawner, Node, open_edge
+from edge_fakes import FakeClock, FakeSpawner, Node, eventually, open_edge
 
+from dsec.edge import Edge
+from dsec.edge.endings import SPAWNER_TRIES
 from dsec.edge.layers import LayerMounts
 from dsec.edge.record import LayerRef
 from dsec.edge.spawner import SpawnerError
+from libdsec.errors import Unavailable
 from libdsec.schema import DSecContainerRunArgs
 
 LAYER = LayerRef("a" * 64, "b" * 64)
+BASE = DSecContainerRunArgs(container_image="base")
 
 
 @pytest.fixture
 def node() -> Node:
     return Node()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+async def edge(node: Node, tmp_path: Path) -> AsyncIterator[Edge]:
+    async with open_edge(node, tmp_path) as edge:
+        yield edge
 
 
 @pytest.fixture
@@ -123,14 +139,51 @@ async def test_the_users_of_a_mount_that_fails_are_not_counted(node: Node) -> No
     assert mounts.missing([LAYER])
 
 
-async def test_layers_of_the_edge_before_are_unmounted_when_nobody_uses_them(node: Node, tmp_path: Path) -> None:
+class TestDroppedWhileASandboxStarts:
+    """The spawner drops lazy layers that nobody serves, and what it doesn't find again when it is restarted."""
+
+    async def test_it_is_mounted_anew_and_the_sandboxes_start(self, node: Node, tmp_path: Path, clock: FakeClock) -> None:
+        async with open_edge(node, tmp_path, clock) as edge:
+            node.gate = asyncio.Event()
+            starting = [asyncio.ensure_future(edge.sandboxes.create("p", BASE, None)) for _ in range(2)]
+            await eventually(lambda: edge.sandboxes.starts.slots.starting == 2 and node.creating.is_set())
+            drop(node)
+            node.gate.set()
+            for info in await asyncio.gather(*starting):
+                assert info.state == "running"
+                sandbox = edge.sandboxes.live(info.id)
+                assert sandbox is not None
+                await edge.sandboxes.stop(sandbox, "stopped by request")
+            assert node.mounts == 2, "once for both of them, and once again"
+            assert edge.in_use() == set(), "each counted as one user"
+            clock.now += edge.config.layer_idle_s + 1
+            await edge.sandboxes.sweep.round()
+        assert not node.mounted
+
+    async def test_one_that_is_dropped_again_and_again_is_the_nodes_failure(self, node: Node, edge: Edge) -> None:
+        node.fail_create += [SpawnerError("not_found", "layer a is not mounted")] * SPAWNER_TRIES
+        with pytest.raises(Unavailable, match="layer a is not mounted"):
+            await edge.sandboxes.create("p", BASE, None)
+        assert not node.kernel and edge.in_use() == set()
+        assert (await edge.sandboxes.create("p", BASE, None)).state == "running"
+
+    async def test_a_file_that_is_gone_at_the_mount_is_looked_for_again(self, node: Node, edge: Edge) -> None:
+        node.fail_mount.append(SpawnerError("not_found", "blob b: No such file or directory"))
+        assert (await edge.sandboxes.create("p", BASE, None)).state == "running"
+        node.fail_mount += [SpawnerError("not_found", "blob b: No such file or directory")] * 2
+        drop(node)
+        await edge.sandboxes.sweep.round()
+        with pytest.raises(Unavailable, match="No such file"):
+            await edge.sandboxes.create("p", BASE, None)
+
+
+async def test_layers_of_the_edge_before_are_unmounted_when_nobody_uses_them(node: Node, tmp_path: Path, clock: FakeClock) -> None:
     async with open_edge(node, tmp_path) as edge:
-        info = await edge.sandboxes.create("p", DSecContainerRunArgs(container_image="base"), None)
+        info = await edge.sandboxes.create("p", BASE, None)
         sandbox = edge.sandboxes.live(info.id)
         assert sandbox is not None
         await edge.sandboxes.stop(sandbox, "stopped by request")
     assert node.mounted
-    clock = FakeClock()
     async with open_edge(node, tmp_path, clock) as edge:
         clock.now += edge.config.layer_idle_s + 1
         await edge.sandboxes.sweep.round()

@@ -242,6 +242,29 @@ async def test_without_a_blobfs_what_runs_on_lazy_layers_fails_and_tells_why(edg
     assert "blobfs" in (sandbox.record.reason or "")
 
 
+async def test_nor_does_one_start_whose_data_was_given_up_behind_its_making(edge: Edge, node: Node) -> None:
+    node.connect_gate = asyncio.Event()
+    creating = asyncio.ensure_future(create(edge))
+    await eventually(lambda: node.connecting == 1)
+    edge.sandboxes.agents.on_blobs_aborted()
+    node.connect_gate.set()
+    with pytest.raises(Unavailable, match="could no longer be read"):
+        await creating
+    assert not node.kernel
+    assert (await create(edge)).state == "running"
+
+
+async def test_one_whose_data_was_given_up_before_its_making_starts_on_a_mount_of_its_own(edge: Edge, node: Node) -> None:
+    node.gate = asyncio.Event()
+    creating = asyncio.ensure_future(create(edge))
+    await node.creating.wait()
+    node.mounted.clear()
+    edge.sandboxes.agents.on_blobs_aborted()
+    node.gate.set()
+    assert (await creating).state == "running"
+    assert node.mounts == 2 and node.lazy == {META}
+
+
 async def test_what_became_whole_while_blobfs_was_away_is_taken_over(edge: Edge, images: LazyImages, blobfs: FakeBlobfs) -> None:
     await create(edge)
     blobfs.complete.add(BLOB)

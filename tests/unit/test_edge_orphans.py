@@ -90,8 +90,8 @@ class TestTaken:
         await pass_time(edge, clock, GRACE_S)
         assert not node.kernel
 
-    @pytest.mark.parametrize("below", ["/metrics", "/events", "/commands", "/diff"])
-    async def test_watching_it_is_not_asking_for_it(self, edge: Edge, node: Node, clock: FakeClock, below: str) -> None:
+    @pytest.mark.parametrize("below", ["", "/metrics", "/events", "/commands", "/diff"])
+    async def test_reading_of_it_is_not_asking_for_it(self, edge: Edge, node: Node, clock: FakeClock, below: str) -> None:
         sandbox = await make_untold(edge, node)
         assert (await Client(edge)("GET", f"/v1/sandboxes/{sandbox.id}{below}")).status == 200
         await pass_time(edge, clock, GRACE_S)
@@ -99,7 +99,7 @@ class TestTaken:
 
     async def test_a_stranger_who_guesses_its_id_does_not_keep_it(self, edge: Edge, node: Node, clock: FakeClock) -> None:
         sandbox = await make_untold(edge, node)
-        assert (await Client(edge, "q")("GET", f"/v1/sandboxes/{sandbox.id}")).status == 404
+        assert (await Client(edge, "q")("POST", f"/v1/sandboxes/{sandbox.id}/attach")).status == 404
         await pass_time(edge, clock, GRACE_S)
         assert not node.kernel
 
@@ -177,10 +177,10 @@ class TestKept:
         await pass_time(edge, clock, GRACE_S)
         assert edge.sandboxes.counts() == {"failed": 1}
 
-    @pytest.mark.parametrize(("method", "below"), [("GET", ""), ("GET", "/exec"), ("POST", "/exec"), ("PATCH", "")])
+    @pytest.mark.parametrize(("method", "below"), [("POST", "/attach"), ("GET", "/exec"), ("POST", "/exec"), ("PATCH", "")])
     async def test_a_call_that_names_it_keeps_it(self, edge: Edge, node: Node, clock: FakeClock, method: str, below: str) -> None:
         sandbox = await make_untold(edge, node)
-        body = {"command": "x"} if method == "POST" else {}
+        body = {"command": "x"} if below == "/exec" else {}
         assert (await Client(edge)(method, f"/v1/sandboxes/{sandbox.id}{below}", body)).status == 200
         await pass_time(edge, clock, GRACE_S)
         assert edge.sandboxes.counts() == {"running": 1}
@@ -193,7 +193,7 @@ class TestKept:
         creating = asyncio.ensure_future(client("POST", "/v1/sandboxes", body, gone=gone, reading=reading))
         await eventually(lambda: client.answer.waits.is_set())
         (sandbox,) = edge.sandboxes.inventory
-        assert (await Client(edge)("GET", f"/v1/sandboxes/{sandbox.id}")).status == 200
+        assert (await Client(edge)("POST", f"/v1/sandboxes/{sandbox.id}/attach")).status == 200
         gone.set()
         reading.set()
         await creating
@@ -239,7 +239,7 @@ class TestJournal:
         monkeypatch.setattr(journal, "update", lambda record: updates.append(record.id) or update(record))
         made = (await Client(edge)("POST", "/v1/sandboxes", KEYED | {"count": 10})).lines()
         for line in made:
-            await Client(edge)("GET", f"/v1/sandboxes/{line['sandbox']['id']}")
+            await Client(edge)("POST", f"/v1/sandboxes/{line['sandbox']['id']}/attach")
         assert sorted(updates) == sorted(line["sandbox"]["id"] for line in made), "each once: that it runs"
 
     async def test_nobody_is_answered_before_the_journal_has_it_told(
@@ -257,7 +257,7 @@ class TestJournal:
 
         monkeypatch.setattr(journal, "update", slow)
         calls = [
-            asyncio.ensure_future(Client(edge)("GET", f"/v1/sandboxes/{sandbox.id}")),
+            asyncio.ensure_future(Client(edge)("POST", f"/v1/sandboxes/{sandbox.id}/attach")),
             asyncio.ensure_future(Client(edge)("POST", "/v1/sandboxes", KEYED)),
         ]
         await eventually(lambda: sandbox.askers == 2)
@@ -279,7 +279,7 @@ class TestJournal:
 
         with monkeypatch.context() as broken:
             broken.setattr(edge.sandboxes.inventory.journal, "update", fail)
-            assert (await Client(edge)("GET", f"/v1/sandboxes/{sandbox.id}")).error() == "503 unavailable"
+            assert (await Client(edge)("POST", f"/v1/sandboxes/{sandbox.id}/attach")).error() == "503 unavailable"
         await pass_time(edge, clock, GRACE_S)
         assert not node.kernel
 
@@ -302,7 +302,7 @@ class TestRestart:
             if found_by == "key":
                 await Client(edge)("POST", "/v1/sandboxes", KEYED)
             else:
-                await Client(edge)("GET", f"/v1/sandboxes/{sandbox.id}")
+                await Client(edge)("POST", f"/v1/sandboxes/{sandbox.id}/attach")
         async with open_edge(node, tmp_path, clock) as edge:
             await pass_time(edge, clock, GRACE_S)
             assert edge.sandboxes.counts() == {"running": 1}
@@ -349,7 +349,7 @@ class TestRestart:
             await node.creating.wait()
             (sandbox,) = edge.sandboxes.inventory
             if named:
-                assert (await Client(edge)("GET", f"/v1/sandboxes/{sandbox.id}")).json()["state"] == "creating"
+                assert (await Client(edge)("POST", f"/v1/sandboxes/{sandbox.id}/attach")).json()["state"] == "creating"
             for path in (state_dir / "killed").iterdir():
                 shutil.copy(path, state_dir)
             creating.cancel()

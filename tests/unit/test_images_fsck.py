@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from dsec.images import leases
 from dsec.images.blobs import hex_of
 from dsec.images.shared import DOCUMENT_LIMIT, Listed
-from dsec.images.shared_catalog import manifest_key
+from dsec.images.shared_catalog import MANIFEST_LIMIT, manifest_key
 from libdsec.schema import ImageFinding, ImageInfo
 from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
 
@@ -209,3 +210,47 @@ async def test_two_manifests_that_disagree_about_a_layers_table_are_both_checked
     [finding] = await check(a)
     assert (finding.problem, finding.image) == ("corrupt", "y@1")
     assert finding.object.endswith(".idx")
+
+
+def swell(path: Path, size: int) -> None:
+    """A file of holes: so large that nobody may read it whole."""
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+async def test_objects_above_their_limit_are_faults_of_theirs_and_the_check_goes_on(a: Node, url: str) -> None:
+    made = await a.load("x", {"data": content(10, 1 << 20)})
+    [layer] = made.layers
+    broken = await a.load("y", {"data": content(11, 1 << 20)})
+    manifests = [manifest_key("big", 1), manifest_key("big", 2)]
+    held = ["leases/big.json", "leases/huge.json"]
+    parts = [f"metas/{hex_of(layer.digest)}.zst", f"blobs/{hex_of(layer.blob or '')}.idx"]
+    for keys, limit in ((manifests, MANIFEST_LIMIT), (held, leases.LIMIT), (parts, DOCUMENT_LIMIT)):
+        for key in keys:
+            swell(Path(url, key), limit + 1)
+    lost = f"blobs/{hex_of(broken.layers[0].blob or '')}.z"
+    Path(url, lost).unlink()
+    found = {finding.object: finding for finding in await check(a, deep=True)}
+    assert found.keys() == {*manifests, *held, *parts, lost}
+    assert all("can be right" in finding.detail for key, finding in found.items() if key != lost)
+    left = {finding.object for finding in await check(a, deep=True, repair=True) if not finding.repaired}
+    assert left == set(manifests), "those are a human's"
+    assert {finding.object for finding in await check(a, deep=True)} == set(manifests)
+
+
+async def test_metadata_that_is_promised_above_its_limit_is_not_unpacked(a: Node, url: str) -> None:
+    made = await a.load("x", {"data": content(12, 1 << 20)})
+    text = Path(url, manifest_key("x", 1)).read_text()
+    Path(url, manifest_key("y", 1)).parent.mkdir()
+    forged = text.replace('"name":"x"', '"name":"y"').replace(f'"meta_bytes":{made.layers[0].meta_bytes}', f'"meta_bytes":{1 << 50}')
+    Path(url, manifest_key("y", 1)).write_text(forged)
+    [finding] = await check(a, deep=True)
+    assert (finding.problem, finding.image) == ("corrupt", "y@1")
+    assert "are allowed" in finding.detail
+
+
+async def test_a_gc_file_above_its_limit_keeps_nobody_waiting(a: Node, url: str) -> None:
+    swell(Path(url, "gc.json"), leases.LIMIT + 1)
+    assert (await a.load("x", {"data": content(13, 1 << 20)})).version == 1

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from dsec.images.chunks import STORED, ZEROS, ZSTD, ChunkTable, pack, unpack_frame
-from dsec.images.shared import BlobMissing, Blobs, BlobsDenied, Listed, open_blobs
+from dsec.images.shared import BlobMissing, Blobs, BlobsDenied, BlobTooLarge, Listed, open_blobs
 from libdsec.errors import ImageError, InvalidArgument, NoCapacity, Unavailable
 from tests.unit.seaweed import Seaweed, seaweed
 
@@ -117,7 +117,7 @@ async def test_what_is_not_there_or_shorter_is_missing(blobs: Blobs) -> None:
         await blobs.get_range("blobs/short", 3, 5)
     with pytest.raises(BlobMissing, match="cut"):
         await blobs.get_range("blobs/short", 30, 5)
-    with pytest.raises(InvalidArgument, match="at most 4"):
+    with pytest.raises(BlobTooLarge, match="at most 4"):
         await blobs.get("blobs/short", limit=4)
 
 

@@ -14,8 +14,6 @@ from libdsec import (
     CommandResult,
     Conflict,
     DeadlineExceeded,
-    DSecClient,
-    DSecContainerRunArgs,
     InvalidArgument,
     ProcessNotFound,
     PtySize,
@@ -25,20 +23,6 @@ from libdsec import (
 )
 from libdsec.schema import MAX_ARGS_BYTES
 from libdsec.signing import port_signature
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def sandbox(server: FakeServer) -> AsyncIterator[Sandbox]:
-    async with DSecClient(server.url, "dsec_k") as client:
-        yield await client.run(DSecContainerRunArgs(container_image="x"))
 
 
 async def test_a_broken_exec_is_attached_to_and_not_run_again(server: FakeServer, sandbox: Sandbox) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from sdk_server import CAPACITY, FakeServer
@@ -28,22 +28,6 @@ from libdsec import (
 from libdsec.transport import Retry
 
 ARGS = DSecContainerRunArgs(container_image="python:3.11")
-
-
-@pytest.fixture
-async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    monkeypatch.setenv("DSEC_URL", fake.url)
-    monkeypatch.setenv("DSEC_API_KEY", "dsec_k")
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def client(server: FakeServer) -> AsyncIterator[DSecClient]:
-    async with DSecClient() as opened:
-        yield opened
 
 
 async def test_the_reports_first_listing_runs_as_written(server: FakeServer) -> None:
@@ -204,6 +188,14 @@ async def test_stop_is_repeated_after_a_lost_answer(server: FakeServer, client: 
     sandbox = await client.run(ARGS)
     server.cut_after_act = 1
     assert (await sandbox.stop()).state == "stopped"
+
+
+async def test_attaching_says_so_and_looking_only_looks(server: FakeServer, client: DSecClient) -> None:
+    sandbox = await client.run(ARGS)
+    server.requests.clear()
+    assert (await client.get(sandbox.id)).id == sandbox.id
+    assert (await client.attach(sandbox.id)).id == sandbox.id
+    assert server.requests == [("GET", f"/v1/sandboxes/{sandbox.id}"), ("POST", f"/v1/sandboxes/{sandbox.id}/attach")]
 
 
 async def test_attach_to_nothing_is_not_found(client: DSecClient) -> None:

@@ -11,23 +11,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 from sdk_server import FakeServer
 
-from libdsec import DSecClient, DSecContainerRunArgs, FileError, FileNotFound, InvalidArgument, Sandbox, Unavailable
+from libdsec import FileError, FileNotFound, InvalidArgument, Sandbox, Unavailable
 from libdsec.files import Files
 from libdsec.tar import pack
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def sandbox(server: FakeServer) -> AsyncIterator[Sandbox]:
-    async with DSecClient(server.url, "dsec_k") as client:
-        yield await client.run(DSecContainerRunArgs(container_image="x"))
 
 
 @pytest.fixture

@@ -16,16 +16,6 @@ from libdsec import CommandResult, InvalidArgument
 
 
 @pytest.fixture
-async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    monkeypatch.setenv("DSEC_URL", fake.url)
-    monkeypatch.setenv("DSEC_API_KEY", "dsec_k")
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
 async def environment(server: FakeServer) -> AsyncIterator[DSecSandboxEnvironment]:
     environments = await DSecSandboxEnvironment.sample_init("task", DSecSandboxConfig(image="python:3.11", workdir="/work"), {})
     yield environments["default"].as_type(DSecSandboxEnvironment)

@@ -22,20 +22,6 @@ from libdsec.transport import Lines
 ARGS = DSecContainerRunArgs(container_image="base")
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def client(server: FakeServer) -> AsyncIterator[DSecClient]:
-    async with DSecClient(server.url, "dsec_k") as opened:
-        yield opened
-
-
 def running(server: FakeServer) -> set[str]:
     return {info.id for info in server.sandboxes.values() if info.state == "running"}
 

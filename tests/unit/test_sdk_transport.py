@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -18,18 +17,9 @@ from libdsec.transport import BACKOFF_MAX_S, Retry, build_url, error_of
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[FakeServer]:
-    fake = FakeServer()
-    await fake.start()
-    fake.sandboxes["sb-1"] = SandboxInfo(id="sb-1", backend="container", state="running", image="x")
-    yield fake
-    await fake.stop()
-
-
-@pytest.fixture
-async def client(server: FakeServer) -> AsyncIterator[DSecClient]:
-    async with DSecClient(server.url, "dsec_k") as opened:
-        yield opened
+def server(server: FakeServer) -> FakeServer:
+    server.sandboxes["sb-1"] = SandboxInfo(id="sb-1", backend="container", state="running", image="x")
+    return server
 
 
 @pytest.mark.parametrize("code", sorted(code for code, kind in BY_CODE.items() if kind.status >= 300))

@@ -48,7 +48,7 @@ pub enum Stdio {
 /// Everything that a start is made of.
 pub struct Launch<'a> {
     pub program: Program,
-    pub user: &'a str,
+    pub account: Account,
     pub cwd: &'a [u8],
     pub env: &'a Env,
     pub no_new_privs: bool,

@@ -41,6 +41,8 @@ pub enum Origin {
     Call(u64),
     /// A connection to a port.
     Tunnel,
+    /// Nothing yet: who it is to run as is being looked up.
+    Waiting,
     /// It could not be started.
     Nothing,
 }
@@ -222,7 +224,8 @@ impl Command {
     /// RESIZE: rows << 16 | cols. Without a terminal it means nothing.
     pub fn resize(&mut self, size: u64) {
         let (rows, cols) = ((size >> 16) as u16, size as u16);
-        match (&self.pipes[0], self.handover.is_some()) {
+        let is_coming = self.handover.is_some() || matches!(self.origin, Origin::Waiting);
+        match (&self.pipes[0], is_coming) {
             (_, true) => self.terminal_size = Some((rows, cols)),
             (Some(terminal), false) => {
                 let _pipes_have_no_size = pty::resize(terminal.as_raw_fd(), rows, cols);
@@ -330,11 +333,11 @@ impl Command {
             code: 126,
             signal: None,
         });
-        let killed = Status {
-            code: 128 + i64::from(libc::SIGKILL),
-            signal: Some(libc::SIGKILL as u8),
+        let status = if self.timed_out {
+            Status::killed_by(libc::SIGKILL as u8)
+        } else {
+            status
         };
-        let status = if self.timed_out { killed } else { status };
         let (start_error, start_errno) = match self.start_error.take() {
             Some((message, errno)) => (Some(message), errno),
             None => (None, 0),

@@ -16,6 +16,7 @@ use crate::server::{Chronus, Leader};
 use crate::stdio::{close_handover, close_readiness, take_terminal, Descriptors, Stdin};
 use crate::timers::Timer;
 use crate::tunnel;
+use crate::users::{Account, Lookup, Unresolved};
 
 /// How long a pipe is read that survivors of a leader hold.
 const DRAIN_TIME: Duration = Duration::from_millis(200);
@@ -26,12 +27,25 @@ const ENDED_BYTES_MAX: u64 = 64 << 20;
 const NAME_MAX: usize = 128;
 const DEFAULT_CWD: &[u8] = b"/";
 
-/// Whom a command runs as, and where.
-struct Who<'a> {
-    user: &'a str,
-    cwd: &'a [u8],
-    env: &'a Env,
+/// What is to be started for a command: a program, whom it runs as, where, and with what.
+pub(crate) struct Order {
+    program: Program,
+    pub(crate) user: String,
+    cwd: Option<Vec<u8>>,
+    env: Env,
     no_new_privs: bool,
+    /// One of the `STDIN_` constants.
+    stdin: u8,
+    stdin_data: Vec<u8>,
+    /// Rows and columns.
+    terminal: Option<(u16, u16)>,
+}
+
+impl Order {
+    /// Whether its input comes on the stream.
+    pub(crate) fn reads_stream(&self) -> bool {
+        self.stdin == message::STDIN_STREAM
+    }
 }
 
 impl Chronus {
@@ -73,12 +87,8 @@ impl Chronus {
             return;
         }
         if let Some(id) = self.find(&start.exec_id) {
-            return self.join(
-                stream,
-                id,
-                start.follow,
-                start.stdin == message::STDIN_STREAM,
-            );
+            let writes = start.stdin == message::STDIN_STREAM;
+            return self.join(stream, id, start.follow, writes);
         }
         let (id, capture) = (self.new_id(), start.mode != message::MODE_STREAM);
         let policy = if capture {
@@ -116,25 +126,33 @@ impl Chronus {
         command.kept = matches!(program, Program::FirstOf(_)) && !command.exec_id.is_empty();
         command.capture = capture;
         command.kill_leftovers = start.leftovers != message::LEFTOVERS_KEEP;
-        let cwd = start.cwd.as_deref().unwrap_or(DEFAULT_CWD);
-        let stdin = Stdin {
-            kind: start.stdin,
-            data: &start.stdin_data,
-        };
-        let who = Who {
-            user: &start.user,
-            cwd,
-            env: &start.env,
+        let order = Order {
+            program,
+            user: start.user,
+            cwd: start.cwd,
+            env: start.env,
             no_new_privs: start.no_new_privs,
+            stdin: start.stdin,
+            stdin_data: start.stdin_data,
+            terminal: start.pty,
         };
-        self.launch(&mut command, program, &who, &stdin, start.pty);
+        let writes = order.reads_stream();
+        let launched = match self.starter.look_up(&order.user) {
+            Lookup::Known(account) => {
+                self.launch(&mut command, order, account);
+                true
+            }
+            Lookup::Awaited => {
+                self.wait_for_user(&mut command, order, stream);
+                false
+            }
+        };
         if start.timeout_ms > 0 && command.status.is_none() {
             command.timeout = self.timers.set(
                 Duration::from_millis(start.timeout_ms),
                 Timer::CommandTimeout(id),
             );
         }
-        let writes = start.stdin == message::STDIN_STREAM;
         let mut subscriber = match (capture, start.follow) {
             (true, _) => Subscriber::whole(stream),
             (false, true) => Subscriber::following(stream, [Some(0); 2]),
@@ -143,9 +161,17 @@ impl Chronus {
         if writes {
             subscriber.may_write();
         }
-        let ready = command.readiness.is_none();
         self.adopt(command, subscriber);
-        if ready && (!capture || writes) {
+        if launched {
+            self.tell_launched(id, stream, writes);
+        }
+    }
+
+    /// A command was started, or could not be: what its stream is told at once.
+    pub(crate) fn tell_launched(&mut self, id: u64, stream: u32, writes: bool) {
+        let is_due =
+            |command: &Command| command.readiness.is_none() && (!command.capture || writes);
+        if self.commands.get(&id).is_some_and(is_due) {
             self.push_started(id, stream);
         }
         if writes {
@@ -184,56 +210,60 @@ impl Chronus {
     }
 
     /// Starts a command's process, or leaves in the command why it could not be.
-    fn launch(
+    pub(crate) fn launch(
         &mut self,
         command: &mut Command,
-        program: Program,
-        who: &Who<'_>,
-        stdin: &Stdin<'_>,
-        terminal: Option<(u16, u16)>,
+        order: Order,
+        account: Result<Account, Unresolved>,
     ) {
+        let Order {
+            program,
+            env,
+            no_new_privs,
+            ..
+        } = order;
         let announces = matches!(&program, Program::Builtin(name, _) if builtin::announces(name));
-        let prepared = match terminal {
-            Some(size) => Descriptors::terminal(size),
-            None => Descriptors::pipes(stdin, announces),
+        let cwd = order.cwd.as_deref().unwrap_or(DEFAULT_CWD);
+        let stdin = Stdin {
+            kind: order.stdin,
+            data: &order.stdin_data,
         };
         let attempt = Attempt::new(
             command.argv.first().map_or(b"", Vec::as_slice),
-            who.user,
-            who.cwd,
+            &order.user,
+            cwd,
         );
-        let launched = prepared
-            .map_err(|error| StartError {
+        let launched = account.map_err(StartError::from).and_then(|account| {
+            let prepared = match order.terminal {
+                Some(size) => Descriptors::terminal(size),
+                None => Descriptors::pipes(&stdin, announces),
+            };
+            let descriptors = prepared.map_err(|error| StartError {
                 stage: Stage::Stdio,
                 errno: errno(&error),
-            })
-            .and_then(|descriptors| {
-                let stdio = descriptors.stdio();
-                let Who {
-                    user,
-                    cwd,
-                    env,
-                    no_new_privs,
-                } = *who;
-                let process = self.starter.start(Launch {
-                    program,
-                    user,
-                    cwd,
-                    env,
-                    no_new_privs,
-                    stdio,
-                })?;
-                Ok((process, descriptors))
-            });
+            })?;
+            let process = self.starter.start(Launch {
+                program,
+                account,
+                cwd,
+                env: &env,
+                no_new_privs,
+                stdio: descriptors.stdio(),
+            })?;
+            Ok((process, descriptors))
+        });
         match launched {
             Ok((process, descriptors)) => {
                 command.origin = Origin::Process(process);
                 command.attempt = Some(attempt);
                 self.leaders
                     .insert(process.pid, Leader::Command(command.id));
-                descriptors.give_to(command, stdin, &self.poller);
+                descriptors.give_to(command, &stdin, &self.poller);
             }
-            Err(error) => command.fail_start(&attempt, error),
+            Err(error) => {
+                command.origin = Origin::Nothing;
+                command.fail_start(&attempt, error);
+            }
         }
     }
 

@@ -18,6 +18,7 @@ mod kernel;
 mod lifecycle;
 mod process;
 mod pty;
+mod reader;
 mod report;
 mod server;
 mod session;
@@ -26,6 +27,7 @@ mod stdio;
 mod timers;
 mod tunnel;
 mod users;
+mod waiting;
 
 use std::fs::File;
 use std::io::{self, Read};

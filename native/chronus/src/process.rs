@@ -13,7 +13,7 @@ use crate::execution::Execution;
 use crate::kernel::{self, check, check_size, errno};
 use crate::report::{Report, Reports, Stage};
 use crate::spawn::{Areas, Plan};
-use crate::users::{Unresolved, Users};
+use crate::users::{Lookup, Unresolved, Users};
 
 /// Under memory pressure a command goes before chronus does.
 const COMMAND_OOM_SCORE: &[u8] = b"500";
@@ -36,6 +36,13 @@ pub struct Status {
 }
 
 impl Status {
+    pub fn killed_by(signal: u8) -> Status {
+        Status {
+            code: 128 + i64::from(signal),
+            signal: Some(signal),
+        }
+    }
+
     /// From what waitpid(2) gives.
     pub fn from_wait(status: libc::c_int) -> Status {
         if libc::WIFSIGNALED(status) {
@@ -58,6 +65,17 @@ impl Status {
 pub struct StartError {
     pub stage: Stage,
     pub errno: i32,
+}
+
+impl From<Unresolved> for StartError {
+    fn from(unresolved: Unresolved) -> StartError {
+        let (stage, errno) = match unresolved {
+            Unresolved::User => (Stage::UnknownUser, libc::EINVAL),
+            Unresolved::Group => (Stage::UnknownGroup, libc::EINVAL),
+            Unresolved::Unreadable(errno) => (Stage::Users, errno),
+        };
+        StartError { stage, errno }
+    }
 }
 
 /// What starting takes.
@@ -101,6 +119,21 @@ impl Starter {
         }
     }
 
+    /// Who a command runs as. [`Lookup::Awaited`]: it can be asked for again when [`Starter::finish_reading`] says so.
+    pub fn look_up(&mut self, user: &str) -> Lookup {
+        self.users.look_up(user, self.cookie)
+    }
+
+    /// A child that is nobody's leader is dead. True if it has read the files of users: all who wait for them are to be started, and then
+    /// [`Starter::settle_users`] is to be called.
+    pub fn finish_reading(&mut self, pid: i32) -> bool {
+        self.users.finish(pid)
+    }
+
+    pub fn settle_users(&mut self) {
+        self.users.settle();
+    }
+
     /// Starts a child; what goes wrong in it later is told by [`Starter::bury`].
     pub fn start(&mut self, launch: Launch<'_>) -> Result<Process, StartError> {
         let at = |stage| {
@@ -113,15 +146,7 @@ impl Starter {
             stage,
             errno: libc::EINVAL,
         };
-        let account = self.users.look_up(launch.user);
-        let account = account.map_err(|unresolved| match unresolved {
-            Unresolved::User => invalid(Stage::UnknownUser),
-            Unresolved::Group => invalid(Stage::UnknownGroup),
-            Unresolved::Unreadable(errno) => StartError {
-                stage: Stage::Users,
-                errno,
-            },
-        })?;
+        let account = launch.account;
         let body = match launch.program {
             Program::Builtin(name, arguments) => Body::Builtin(name, arguments),
             Program::FirstOf(lines) => Body::Execute(

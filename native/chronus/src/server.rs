@@ -1,5 +1,5 @@
-//! The loop: events in, frames in, commands along, frames out. Nothing in here waits for a process of the sandbox. It waits for the disk where a command's
-//! user is looked up (`users.rs`): for the store, where that file is on a layer that is loaded on demand and was never read.
+//! The loop: events in, frames in, commands along, frames out. Nothing in here waits for a process of the sandbox, or for a disk or a store: where a command's
+//! user can't be looked up at once, the command waits, not the loop (`waiting.rs`).
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -17,6 +17,7 @@ use crate::session::Sessions;
 use crate::stdio::take_terminal;
 use crate::timers::{Timer, Timers};
 use crate::tunnel;
+use crate::waiting::Waiting;
 
 /// First and longest pause between two attempts to remove cgroups that were still busy.
 const SWEEP_PAUSE_MIN: Duration = Duration::from_millis(2);
@@ -39,6 +40,8 @@ pub struct Chronus {
     pub(crate) commands: HashMap<u64, Command>,
     pub(crate) leaders: HashMap<i32, Leader>,
     pub(crate) sessions: Sessions,
+    /// What is to be started when users can be looked up.
+    pub(crate) waiting: Vec<Waiting>,
     /// Stream of the connection to command.
     pub(crate) streams: HashMap<u32, u64>,
     pub(crate) by_exec_id: HashMap<String, u64>,
@@ -78,6 +81,7 @@ impl Chronus {
             commands: HashMap::new(),
             leaders: HashMap::new(),
             sessions: Sessions::default(),
+            waiting: Vec::new(),
             streams: HashMap::new(),
             by_exec_id: HashMap::new(),
             ended: VecDeque::new(),
@@ -255,6 +259,7 @@ impl Chronus {
         match command.origin {
             Origin::Process(process) => self.starter.kill(&process),
             Origin::Call(session) => self.kill_session_shell(session),
+            Origin::Waiting => self.end_waiting(id, libc::SIGKILL),
             Origin::Tunnel | Origin::Nothing => {}
         }
     }
@@ -511,6 +516,9 @@ impl Chronus {
             return;
         };
         let process = match command.origin {
+            Origin::Waiting => {
+                return self.end_waiting(id, i32::try_from(number).unwrap_or_default())
+            }
             Origin::Process(process) if command.status.is_none() => Some(process),
             Origin::Call(session) if command.exit.is_none() => self.sessions.process(session),
             _ => None,
@@ -566,6 +574,7 @@ impl Chronus {
             match self.leaders.remove(&pid) {
                 Some(Leader::Command(id)) => self.leader_died(id, status),
                 Some(Leader::Session(id)) => self.shell_died(id, status),
+                None if self.starter.finish_reading(pid) => self.start_waiting(),
                 None => {}
             }
         }

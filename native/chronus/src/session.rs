@@ -21,6 +21,8 @@ use crate::report::Stage;
 use crate::server::{Chronus, Leader};
 use crate::spawn::Pipes;
 use crate::timers::Timer;
+use crate::users::{Account, Lookup, Unresolved};
+use crate::waiting::Waiting;
 
 /// Output of background children that is kept between two calls, each stream; the rest is counted.
 const IDLE_OUTPUT_MAX: u64 = 64 << 10;
@@ -185,7 +187,7 @@ impl Chronus {
     }
 
     /// Lets the next call begin if none runs.
-    fn advance_session(&mut self, id: u64) {
+    pub(crate) fn advance_session(&mut self, id: u64) {
         loop {
             let Some(session) = self.sessions.table.get_mut(&id) else {
                 return;
@@ -193,11 +195,21 @@ impl Chronus {
             if session.current.is_some() || session.closing {
                 return;
             }
+            let Some(next) = session.queue.front() else {
+                return;
+            };
+            let mut account = None;
+            if session.shell.is_none() {
+                match self.starter.look_up(user_of(&next.request)) {
+                    Lookup::Known(known) => account = Some(known),
+                    Lookup::Awaited => return self.waiting.push(Waiting::Session(id)),
+                }
+            }
             let Some(next) = session.queue.pop_front() else {
                 return;
             };
             session.current = Some(next.command);
-            if let Err(error) = self.begin_call(id, &next) {
+            if let Err(error) = self.begin_call(id, &next, account) {
                 let attempt = shell_attempt(&next.request);
                 self.fail_call(id, next.command, &attempt, error);
                 continue;
@@ -206,8 +218,16 @@ impl Chronus {
         }
     }
 
-    fn begin_call(&mut self, id: u64, call: &Queued) -> Result<(), StartError> {
-        self.open_shell(id, &call.request)?;
+    /// `account`: whom the shell runs as, where there is none yet.
+    fn begin_call(
+        &mut self,
+        id: u64,
+        call: &Queued,
+        account: Option<Result<Account, Unresolved>>,
+    ) -> Result<(), StartError> {
+        if let Some(account) = account {
+            self.open_shell(id, &call.request, account?)?;
+        }
         let (Some(session), Some(command)) = (
             self.sessions.table.get_mut(&id),
             self.commands.get_mut(&call.command),
@@ -242,16 +262,8 @@ impl Chronus {
         Ok(())
     }
 
-    /// Starts the session's shell if it has none.
-    fn open_shell(&mut self, id: u64, request: &Shell) -> Result<(), StartError> {
-        if self
-            .sessions
-            .table
-            .get(&id)
-            .is_none_or(|session| session.shell.is_some())
-        {
-            return Ok(());
-        }
+    /// Starts the shell of a session that has none.
+    fn open_shell(&mut self, id: u64, request: &Shell, account: Account) -> Result<(), StartError> {
         let stdio_error = |error: io::Error| StartError {
             stage: Stage::Stdio,
             errno: errno(&error),
@@ -295,7 +307,7 @@ impl Chronus {
                 ],
                 vec![b"sh".to_vec()],
             ]),
-            user: &attempt.user,
+            account,
             cwd: &attempt.cwd,
             env: &env as &Env,
             no_new_privs: request.no_new_privs,
@@ -495,10 +507,7 @@ impl Chronus {
         } else {
             self.sessions.table.remove(&id);
         }
-        let killed = Status {
-            code: 128 + i64::from(libc::SIGKILL),
-            signal: Some(libc::SIGKILL as u8),
-        };
+        let killed = Status::killed_by(libc::SIGKILL as u8);
         for call in current.into_iter().chain(queued) {
             if let Some(command) = self.commands.get_mut(&call) {
                 command.status = Some(killed);
@@ -576,11 +585,12 @@ fn shell_attempt(request: &Shell) -> Attempt {
         .as_deref()
         .or(request.base_cwd.as_deref())
         .unwrap_or(DEFAULT_CWD);
-    Attempt::new(
-        b"sh",
-        request.user.as_deref().unwrap_or(&request.base_user),
-        cwd,
-    )
+    Attempt::new(b"sh", user_of(request), cwd)
+}
+
+/// Whom the shell of a request runs as.
+fn user_of(request: &Shell) -> &str {
+    request.user.as_deref().unwrap_or(&request.base_user)
 }
 
 fn nonce() -> io::Result<String> {

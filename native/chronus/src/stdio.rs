@@ -136,7 +136,14 @@ impl Descriptors {
                 readiness,
             } => {
                 command.pipes = [Some(stdout), Some(stderr)];
-                command.input = stdin.map_or_else(Input::none, |fd| Input::new(fd, Kind::Pipe));
+                match stdin {
+                    // What came while the command waited for its start goes first.
+                    Some(fd) if command.input.is_expected() => {
+                        command.input.provide(fd, Kind::Pipe)
+                    }
+                    Some(fd) => command.input = Input::new(fd, Kind::Pipe),
+                    None => command.input = Input::none(),
+                }
                 if let Some(readiness) = readiness {
                     let token = Token::Command(command.id, End::Status);
                     if poller.add(readiness.as_raw_fd(), token, READABLE).is_ok() {
@@ -145,11 +152,11 @@ impl Descriptors {
                 }
             }
             Ours::Terminal { handover } => {
-                command.input = if stdin.kind == STDIN_NONE {
-                    Input::none()
-                } else {
-                    Input::expected()
-                };
+                if stdin.kind == STDIN_NONE {
+                    command.input = Input::none();
+                } else if !command.input.is_expected() {
+                    command.input = Input::expected();
+                }
                 if poller
                     .add(
                         handover.as_raw_fd(),

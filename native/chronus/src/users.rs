@@ -2,18 +2,22 @@
 //!
 //! The files are the sandbox's, so they may hold anything; lines that can't be understood are skipped.
 
-use std::borrow::Cow;
-use std::fs::{Metadata, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read};
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::kernel::errno;
+use crate::reader::Reader;
 
 /// More than this of a passwd or group file is not read.
 const FILE_MAX: u64 = 8 << 20;
 /// A file of at most so many bytes is kept: larger ones would cost the sandbox's memory.
 const KEPT_MAX: u64 = 256 << 10;
+/// A file that is about to be read may grow by so much until it is.
+const GROWTH: u64 = 64 << 10;
+const PAGE: usize = 4 << 10;
 /// The kernel's NGROUPS_MAX.
 const GROUPS_MAX: usize = 65_536;
 
@@ -47,10 +51,33 @@ struct Entry<'a> {
     home: &'a [u8],
 }
 
-/// The user files in /etc, kept as they were read until they change: on a layer that is loaded on demand a read may have to wait for the store.
+/// What a look-up comes to.
+pub enum Lookup {
+    Known(Result<Account, Unresolved>),
+    /// The files are being read: to be asked for again when [`Users::finish`] says so.
+    Awaited,
+}
+
+/// The user files in /etc, kept as they were read until they change. On a layer that is loaded on demand a read may have to wait for the store: what
+/// isn't in memory is read by a child.
 pub struct Users {
     passwd: Kept,
     group: Kept,
+    reading: Option<Reading>,
+    /// They were just read for those who waited: that counts for them, whatever has become of the files since.
+    fresh: bool,
+}
+
+/// A child at work, and what each of the files will be known by, in the order of their descriptors.
+struct Reading {
+    reader: Reader,
+    files: Vec<(RawFd, Which, Version)>,
+}
+
+#[derive(Clone, Copy)]
+enum Which {
+    Passwd,
+    Group,
 }
 
 impl Users {
@@ -58,16 +85,105 @@ impl Users {
         Users {
             passwd: Kept::of("/etc/passwd"),
             group: Kept::of("/etc/group"),
+            reading: None,
+            fresh: false,
         }
     }
 
-    /// The account for `name`, `uid`, `user:group` or `uid:gid`. Empty is root.
-    pub fn look_up(&mut self, request: &str) -> Result<Account, Unresolved> {
-        resolve(request, &self.passwd.content()?, &self.group.content()?)
+    /// The account for `name`, `uid`, `user:group` or `uid:gid`. Empty is root. `cookie` is what starting a child takes.
+    pub fn look_up(&mut self, request: &str, cookie: (u64, u64)) -> Lookup {
+        if !self.fresh {
+            let unread = [
+                (Which::Passwd, self.passwd.refresh()),
+                (Which::Group, self.group.refresh()),
+            ];
+            let unread: Vec<_> = unread
+                .into_iter()
+                .filter_map(|(which, unread)| Some((which, unread?)))
+                .collect();
+            // Whoever finds a child at work waits for it too, and for the next one if it reads something else.
+            if !unread.is_empty()
+                && (self.reading.is_some() || self.start_reading(&unread, cookie).is_ok())
+            {
+                return Lookup::Awaited;
+            }
+            for (which, unread) in unread {
+                // No child can be had: better late than never.
+                self.file(which).read(unread);
+            }
+        }
+        let found = self.resolve(request);
+        if !self.fresh && self.reading.is_none() {
+            self.forget_large();
+        }
+        Lookup::Known(found)
+    }
+
+    fn resolve(&self, request: &str) -> Result<Account, Unresolved> {
+        resolve(request, self.passwd.content()?, self.group.content()?)
+    }
+
+    fn file(&mut self, which: Which) -> &mut Kept {
+        match which {
+            Which::Passwd => &mut self.passwd,
+            Which::Group => &mut self.group,
+        }
+    }
+
+    fn start_reading(&mut self, unread: &[(Which, Unread)], cookie: (u64, u64)) -> io::Result<()> {
+        let open: Vec<(&File, usize)> = unread
+            .iter()
+            .map(|(_, unread)| (&unread.file, unread.room()))
+            .collect();
+        let reader = Reader::start(&open, cookie)?;
+        let mut files: Vec<_> = unread
+            .iter()
+            .map(|(which, unread)| (unread.file.as_raw_fd(), *which, unread.version))
+            .collect();
+        files.sort_by_key(|(fd, ..)| *fd);
+        self.reading = Some(Reading { reader, files });
+        Ok(())
+    }
+
+    /// A child of that pid is dead. True if it read the files: now look-ups are answered by what it has read, until [`Users::settle`]. Where a file has
+    /// become another one meanwhile that has to be fetched as well, they have to wait once more.
+    pub fn finish(&mut self, pid: i32) -> bool {
+        let Some(reading) = self.reading.take_if(|reading| reading.reader.pid == pid) else {
+            return false;
+        };
+        for ((_, which, version), content) in reading.files.into_iter().zip(reading.reader.finish())
+        {
+            let file = self.file(which);
+            if file.left == Some(version) {
+                file.set(Some(version), content);
+            }
+        }
+        self.fresh = self.passwd.left.is_none() && self.group.left.is_none();
+        true
+    }
+
+    /// All who waited are answered.
+    pub fn settle(&mut self) {
+        self.fresh = false;
+        self.forget_large();
+    }
+
+    fn forget_large(&mut self) {
+        self.passwd.forget_large();
+        self.group.forget_large();
     }
 }
 
-/// [`Users::look_up`] with the files' contents. A group that is asked for replaces the supplementary ones.
+/// The account, however long that takes: for children that have nothing else to do.
+pub fn look_up_in_place(request: &str) -> Result<Account, Unresolved> {
+    let mut users = Users::new();
+    for which in [Which::Passwd, Which::Group] {
+        users.file(which).read_now();
+    }
+    users.resolve(request)
+}
+
+/// A look-up in the files' contents. A group that is asked for replaces the supplementary ones.
 fn resolve(request: &str, passwd: &[u8], group: &[u8]) -> Result<Account, Unresolved> {
     let (user, wanted_group) = match request.split_once(':') {
         Some((user, group)) => (user, Some(group)),
@@ -189,7 +305,7 @@ fn memberships(account: &Account, group: &[u8]) -> Vec<u32> {
 }
 
 /// What tells one content of a file from the next.
-#[derive(PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 struct Version {
     file: (u64, u64),
     size: u64,
@@ -215,8 +331,25 @@ impl Version {
 /// A file's content, as it was last read.
 struct Kept {
     path: PathBuf,
+    /// None where there is no file to be read.
     version: Option<Version>,
-    content: Vec<u8>,
+    /// Empty where there is no file to be read; errno where it can't be.
+    content: Result<Vec<u8>, i32>,
+    /// What was left to a child, and not read since.
+    left: Option<Version>,
+}
+
+/// A file that is to be read.
+struct Unread {
+    file: File,
+    version: Version,
+}
+
+impl Unread {
+    /// Bytes that are read of it, with what it may have grown by then. If it is more, the rest comes with the next version.
+    fn room(&self) -> usize {
+        (self.version.size + GROWTH).min(FILE_MAX) as usize
+    }
 }
 
 impl Kept {
@@ -224,34 +357,76 @@ impl Kept {
         Kept {
             path: path.into(),
             version: None,
-            content: Vec::new(),
+            content: Ok(Vec::new()),
+            left: None,
         }
     }
 
-    /// The file's content, empty where there is no such file or it is something else.
-    fn content(&mut self) -> Result<Cow<'_, [u8]>, Unresolved> {
+    fn content(&self) -> Result<&[u8], Unresolved> {
+        self.content
+            .as_deref()
+            .map_err(|errno| Unresolved::Unreadable(*errno))
+    }
+
+    /// Looks whether the file is another than the one that was read, and reads it if that needs no wait. Else it is returned.
+    fn refresh(&mut self) -> Option<Unread> {
+        let unread = self.look()?;
+        if is_in_memory(&unread.file, unread.version.size) {
+            self.read(unread);
+            return None;
+        }
+        self.left = Some(unread.version);
+        Some(unread)
+    }
+
+    fn read_now(&mut self) {
+        if let Some(unread) = self.look() {
+            self.read(unread);
+        }
+    }
+
+    /// The file, if it isn't the one that was read.
+    fn look(&mut self) -> Option<Unread> {
         let version = std::fs::metadata(&self.path).ok().as_ref().map(Version::of);
         if version.is_some() && version == self.version {
-            return Ok(Cow::Borrowed(&self.content));
+            return None;
         }
-        self.version = None;
-        self.content = Vec::new();
-        let (version, content) =
-            read(&self.path).map_err(|error| Unresolved::Unreadable(errno(&error)))?;
-        if version
-            .as_ref()
-            .is_none_or(|version| version.size > KEPT_MAX)
-        {
-            return Ok(Cow::Owned(content));
+        match open(&self.path) {
+            Ok(Some(unread)) => Some(unread),
+            Ok(None) => {
+                self.set(None, Ok(Vec::new()));
+                None
+            }
+            Err(error) => {
+                self.set(None, Err(errno(&error)));
+                None
+            }
         }
-        self.version = version;
+    }
+
+    fn read(&mut self, unread: Unread) {
+        let mut content = Vec::new();
+        let read = unread.file.take(FILE_MAX).read_to_end(&mut content);
+        let content = read.map(|_| content).map_err(|error| errno(&error));
+        self.set(Some(unread.version), content);
+    }
+
+    /// What can't be read is tried again by the next.
+    fn set(&mut self, version: Option<Version>, content: Result<Vec<u8>, i32>) {
+        self.version = version.filter(|_| content.is_ok());
         self.content = content;
-        Ok(Cow::Borrowed(&self.content))
+        self.left = None;
+    }
+
+    fn forget_large(&mut self) {
+        if self.version.is_some_and(|version| version.size > KEPT_MAX) {
+            self.set(None, Ok(Vec::new()));
+        }
     }
 }
 
-/// A file's content and version; neither where it is absent, closed or no file. O_NONBLOCK: the sandbox may have put a FIFO there.
-fn read(path: &Path) -> io::Result<(Option<Version>, Vec<u8>)> {
+/// Opens a file; None where it is absent, closed or no file. O_NONBLOCK: the sandbox may have put a FIFO there.
+fn open(path: &Path) -> io::Result<Option<Unread>> {
     let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY)
@@ -259,15 +434,37 @@ fn read(path: &Path) -> io::Result<(Option<Version>, Vec<u8>)> {
     let file = match opened {
         Ok(file) => file,
         Err(error) if errno(&error) == libc::EIO => return Err(error),
-        Err(_) => return Ok((None, Vec::new())),
+        Err(_) => return Ok(None),
     };
     let found = file.metadata()?;
-    let mut content = Vec::new();
-    if !found.is_file() {
-        return Ok((None, content));
+    let version = Version::of(&found);
+    Ok(found.is_file().then_some(Unread { file, version }))
+}
+
+/// Whether reading the file would wait for nothing. What can't be said is taken for no.
+fn is_in_memory(file: &File, size: u64) -> bool {
+    let Ok(size @ 1..) = usize::try_from(size.min(FILE_MAX)) else {
+        return true;
+    };
+    let mut pages = vec![0_u8; size.div_ceil(PAGE)];
+    // SAFETY: a mapping at an address of the kernel's choice, which nobody looks into and which is gone afterwards; a byte a page for mincore, whose lowest
+    // bit says whether the page is in memory (mincore(2): it is true for the file's owner, and for CAP_FOWNER over it, which chronus has).
+    unsafe {
+        let mapped = libc::mmap(
+            std::ptr::null_mut(),
+            size,
+            libc::PROT_READ,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        );
+        if mapped == libc::MAP_FAILED {
+            return false;
+        }
+        let told = libc::mincore(mapped, size, pages.as_mut_ptr()) == 0;
+        libc::munmap(mapped, size);
+        told && pages.iter().all(|page| page & 1 == 1)
     }
-    file.take(FILE_MAX).read_to_end(&mut content)?;
-    Ok((Some(Version::of(&found)), content))
 }
 
 #[cfg(test)]
@@ -316,30 +513,45 @@ mod tests {
         assert_eq!(resolve("root", b"", b"").unwrap(), root());
     }
 
+    fn content(kept: &mut Kept) -> Result<Vec<u8>, Unresolved> {
+        kept.read_now();
+        kept.content().map(<[u8]>::to_vec)
+    }
+
+    fn temporary(name: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("chronus-{name}-{}", std::process::id()))
+    }
+
     #[test]
     fn a_file_is_read_again_when_it_has_changed() {
-        let path = std::env::temp_dir().join(format!("chronus-users-{}", std::process::id()));
+        let path = temporary("users");
         let mut kept = Kept::of(&path);
-        assert_eq!(*kept.content().unwrap(), *b"", "nothing there is no error");
+        assert_eq!(
+            content(&mut kept).unwrap(),
+            b"",
+            "nothing there is no error"
+        );
         std::fs::write(&path, PASSWD).unwrap();
-        assert_eq!(*kept.content().unwrap(), *PASSWD);
+        assert_eq!(content(&mut kept).unwrap(), PASSWD);
         // As long as it is the same, it isn't looked into.
-        kept.content = b"kept".to_vec();
-        assert_eq!(*kept.content().unwrap(), *b"kept");
+        kept.content = Ok(b"kept".to_vec());
+        assert_eq!(content(&mut kept).unwrap(), b"kept");
         std::fs::write(&path, GROUP).unwrap();
-        assert_eq!(*kept.content().unwrap(), *GROUP);
+        assert_eq!(content(&mut kept).unwrap(), GROUP);
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(*kept.content().unwrap(), *b"");
+        assert_eq!(content(&mut kept).unwrap(), b"");
     }
 
     #[test]
     fn a_large_file_is_not_kept() {
-        let path = std::env::temp_dir().join(format!("chronus-large-{}", std::process::id()));
+        let path = temporary("large");
         let large = vec![b'x'; KEPT_MAX as usize + 1];
         std::fs::write(&path, &large).unwrap();
         let mut kept = Kept::of(&path);
-        assert_eq!(*kept.content().unwrap(), *large);
-        assert!(kept.content.is_empty());
+        assert_eq!(content(&mut kept).unwrap(), large);
+        kept.forget_large();
+        assert_eq!(kept.content.as_deref(), Ok(&b""[..]));
+        assert_eq!(content(&mut kept).unwrap(), large);
         std::fs::remove_file(&path).unwrap();
     }
 
@@ -347,7 +559,57 @@ mod tests {
     fn a_file_that_cant_be_read_is_not_an_absent_one() {
         // Opens, and answers a read at its beginning with EIO.
         let mut kept = Kept::of("/proc/self/mem");
-        let error = kept.content().unwrap_err();
+        let error = content(&mut kept).unwrap_err();
         assert_eq!(error, Unresolved::Unreadable(libc::EIO));
+    }
+
+    #[test]
+    fn what_was_just_written_is_in_memory() {
+        let path = temporary("written");
+        std::fs::write(&path, PASSWD).unwrap();
+        let mut kept = Kept::of(&path);
+        assert!(kept.refresh().is_none());
+        assert_eq!(kept.content().unwrap(), PASSWD);
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn what_a_child_has_read_counts_for_those_who_waited_until_they_are_answered() {
+        let (passwd, group) = (temporary("passwd"), temporary("group"));
+        let large = [GROUP, &[b'x'; KEPT_MAX as usize]].concat();
+        std::fs::write(&passwd, PASSWD).unwrap();
+        std::fs::write(&group, &large).unwrap();
+        let mut users = Users {
+            passwd: Kept::of(&passwd),
+            group: Kept::of(&group),
+            ..Users::new()
+        };
+        let unread = [Which::Passwd, Which::Group].map(|which| {
+            let file = users.file(which);
+            let unread = file.look().unwrap();
+            file.left = Some(unread.version);
+            (which, unread)
+        });
+        users.start_reading(&unread, (0, 0)).unwrap();
+        let pid = users
+            .reading
+            .as_ref()
+            .map_or(0, |reading| reading.reader.pid);
+        let mut status = 0;
+        // SAFETY: waitpid writes one int.
+        assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+        std::fs::remove_file(&passwd).unwrap();
+        std::fs::remove_file(&group).unwrap();
+        assert!(!users.finish(pid + 1) && users.finish(pid));
+        for _ in 0..2 {
+            let Lookup::Known(Ok(account)) = users.look_up("bob", (0, 0)) else {
+                panic!("it was read");
+            };
+            assert_eq!((account.uid, account.groups), (1000, vec![10, 29]));
+        }
+        users.settle();
+        let Lookup::Known(Err(Unresolved::User)) = users.look_up("bob", (0, 0)) else {
+            panic!("the files are gone");
+        };
     }
 }

@@ -13,7 +13,7 @@ use wire::value::Writer;
 use super::files::path;
 use super::{answer, stdout, Failure, Result};
 use crate::kernel::check;
-use crate::users::{Unresolved, Users};
+use crate::users::{self, Unresolved};
 
 /// Answers of many entries are written in pieces of this size.
 const ANSWER_BUFFER: usize = 64 << 10;
@@ -167,7 +167,7 @@ pub fn chmod(arguments: &BuiltinArgs) -> Result<()> {
 pub fn chown(arguments: &BuiltinArgs) -> Result<()> {
     let (uid, gid) = match &arguments.owner {
         Some(owner) => {
-            let account = Users::new().look_up(owner);
+            let account = users::look_up_in_place(owner);
             let account = account.map_err(|unresolved| match unresolved {
                 Unresolved::User | Unresolved::Group => {
                     Failure::new(libc::EINVAL, format!("no owner {owner} in the sandbox"))
