@@ -17,19 +17,19 @@ LIFE_S = 480.0
 RESULTS_BYTES = 16 << 20
 RESULTS_SERIAL = "results"
 """The name of a disk that the guest writes a tar to."""
-KERNEL_OPTIONS = f"console=ttyS0 root=LABEL={LABEL} rw init=/sbin/first-init panic=-1"
+KERNEL_OPTIONS = f"console=ttyS0 quiet root=LABEL={LABEL} rw init=/sbin/first-init panic=-1"
 
 
 class GuestFailed(Exception):
     """The guest didn't come up, didn't end in time or left no results. The message ends with what it wrote to its console."""
 
 
-def run(root: RootDisk, code: Path, home: Path) -> Path:
-    """Boots the guest with the disk ``code`` and waits for its end. Returns the directory with its results, in ``home``.
+def run(root: RootDisk, code: Path, home: Path) -> dict[str, str]:
+    """Boots the guest with the disk ``code`` and waits for its end. Returns its results: what each file says, by name.
 
     No network, no display, no KVM (so that it runs anywhere). The machine ends with this process, however that ends. Raises GuestFailed.
     """
-    console, disk, results = home / "console.log", home / "results.raw", home / "results"
+    console, disk = home / "console.log", home / "results.raw"
     with disk.open("wb") as file:
         file.truncate(RESULTS_BYTES)
     if shutil.which(QEMU) is None:
@@ -60,11 +60,15 @@ def run(root: RootDisk, code: Path, home: Path) -> Path:
     if process.returncode != 0:
         raise GuestFailed(f"{QEMU} ended with status {process.returncode}: {said}{_last_words(console)}")
     try:
-        with tarfile.open(disk) as archive:
-            archive.extractall(results, filter="data")
+        return _read(disk)
     except tarfile.TarError as error:
         raise GuestFailed(f"the guest left no results ({error}){_last_words(console)}") from error
-    return results
+
+
+def _read(disk: Path) -> dict[str, str]:
+    with tarfile.open(disk) as archive:
+        files = ((member.name.removeprefix("./"), archive.extractfile(member)) for member in archive)
+        return {name: file.read().decode(errors="replace") for name, file in files if file is not None}
 
 
 def _disk(serial: str, image: Path, option: str) -> list[str]:
