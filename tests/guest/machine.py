@@ -59,13 +59,14 @@ def run(root: RootDisk, code: Path, home: Path) -> dict[str, str]:
         process.wait()
     if process.returncode != 0:
         raise GuestFailed(f"{QEMU} ended with status {process.returncode}: {said}{_last_words(console)}")
-    try:
-        return _read(disk)
-    except tarfile.TarError as error:
-        raise GuestFailed(f"the guest left no results ({error}){_last_words(console)}") from error
+    results = _read(disk)
+    if not results:
+        raise GuestFailed(f"the guest left no results{_last_words(console)}")
+    return results
 
 
 def _read(disk: Path) -> dict[str, str]:
+    # Of nothing but zeros it is an empty archive.
     with tarfile.open(disk) as archive:
         files = ((member.name.removeprefix("./"), archive.extractfile(member)) for member in archive)
         return {name: file.read().decode(errors="replace") for name, file in files if file is not None}
