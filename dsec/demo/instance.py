@@ -62,20 +62,22 @@ class Instance:
 
 
 @asynccontextmanager
-async def running(name: str, *, scratch_mb: int, parent: Path | None = None, options: Sequence[str] = ()) -> AsyncIterator[Instance]:
+async def running(
+    name: str, *, scratch_mb: int, parent: Path | None = None, options: Sequence[str] = (), service_uid: int | None = None
+) -> AsyncIterator[Instance]:
     """Starts an instance and ends it when the block is left, however that happens. Needs root.
 
     ``name`` (short, ``[a-z0-9-]``) goes into its directory's and its cgroup's name; ``scratch_mb`` is allocated for writable layers;
-    ``parent`` is where its directory is made (the system's temporary directory); ``options`` are further ones of ``dsec up``. Raises
+    ``parent`` is where its directory is made (the system's temporary directory); ``options`` are further ones of ``dsec up``;
+    ``service_uid`` is given where several share a directory as their store, else each has a service user of its own. Raises
     InstanceError if it doesn't answer in time. What is raised within the block gets the end of the service's log as a note.
     """
     base = Path(tempfile.mkdtemp(prefix=f"dsec-{name}-", dir=parent))
     os.chmod(base, 0o711)  # the service user passes through to what is its own
     token = secrets.token_hex(3)
     start = _unused_uids()
-    marks = footprint.Marks(
-        base, f"dsec-{name}-{token}", range(start, start + UIDS_OF_AN_INSTANCE), SERVICE_UIDS[secrets.randbelow(len(SERVICE_UIDS))]
-    )
+    service = SERVICE_UIDS[secrets.randbelow(len(SERVICE_UIDS))] if service_uid is None else service_uid
+    marks = footprint.Marks(base, f"dsec-{name}-{token}", range(start, start + UIDS_OF_AN_INSTANCE), service)
     before = footprint.take(marks)
     try:
         process = await _start(marks, scratch_mb, options)

@@ -56,11 +56,13 @@ class Forks:
         """What the children start with, until ``leaving`` is left. Raises InvalidArgument where their disk limit is below what they
         inherit."""
         inventory = self._sandboxes.inventory
-        inherited = parent.record.inherited + (await inventory.spawner.usage([parent.id])).get(parent.id, 0)
-        if inherited >= args.disk_limit_mb * MB:
+        held = parent.record.inherited + (await inventory.spawner.usage([parent.id])).get(parent.id, 0)
+        if held >= args.disk_limit_mb * MB:
             raise InvalidArgument(
-                f"disk_limit_mb is {args.disk_limit_mb}, and the files of {parent.id} take {-(-inherited // MB)} MB", field="disk_limit_mb"
+                f"disk_limit_mb is {args.disk_limit_mb}, and the files of {parent.id} take {-(-held // MB)} MB", field="disk_limit_mb"
             )
+        # Full quota groups count it in the children too.
+        inherited = held if inventory.facts.quotas == "simple" else 0
         keys = [item.idempotency_key for item in items]
         if all(key is not None and inventory.by_key(project, key) is not None for key in keys):
             # A repetition: whatever is asked for is there, or on its way.

@@ -95,6 +95,8 @@ class NodeFacts(msgspec.Struct, kw_only=True):
     scratch: int = 0
     scratch_used: int = 0
     uid_base: int = 0
+    quotas: Literal["simple", "full"] = "simple"
+    """Whom the scratch filesystem charges for data that several sandboxes share: who wrote it, or each of them."""
 
 
 class Taken(msgspec.Struct, kw_only=True):

@@ -54,7 +54,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """The moment whose files they are, Unix seconds."""
     inherited: int
-    """Bytes of them."""
+    """Bytes of them that the quotas of those who begin with them don't count."""
     snapshot: str | None
     """None: every sandbox that is asked for exists already."""
 

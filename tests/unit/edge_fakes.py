@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -276,6 +277,7 @@ class Node:
         self.fail_create: list[SpawnerError] = []
         self.fail_snapshot: list[SpawnerError] = []
         self.snapshots: list[str] = []
+        self.quotas: Literal["simple", "full"] = "simple"
         self.files: dict[bytes, bytes] = {}
         """What a new sandbox has."""
         self.fail_kill: list[SpawnerError] = []
@@ -337,8 +339,10 @@ class FakeSpawner:
         self._node = node
 
     async def hello(self) -> NodeFacts:
-        used = self._node.scratch_used
-        return NodeFacts(version="0", kernel="6.18", cores=2, memory=24 * GB, cgroup="hybrid", scratch=64 * GB, scratch_used=used)
+        used, quotas = self._node.scratch_used, self._node.quotas
+        return NodeFacts(
+            version="0", kernel="6.18", cores=2, memory=24 * GB, cgroup="hybrid", scratch=64 * GB, scratch_used=used, quotas=quotas
+        )
 
     async def layer_mount(self, meta: str, blob: str | None, *, lazy: bool = False) -> None:
         self._node.mounts += 1

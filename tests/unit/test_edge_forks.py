@@ -90,6 +90,15 @@ class TestFork:
         again = await fork(client, parent, count=3, idempotency_key="k")
         assert {line["sandbox"]["id"] for line in first} == {line["sandbox"]["id"] for line in again}
 
+    async def test_full_quota_groups_count_shared_files_themselves(self, client: Client, edge: Edge, node: Node) -> None:
+        node.quotas = "full"
+        await edge.sandboxes.inventory.refresh_facts()
+        (line,) = await fork(client, await create(client))
+        child = line["sandbox"]
+        assert isinstance(child, dict)
+        assert node.specs[child["id"]].disk == 64 << 20
+        assert (await client("GET", f"/v1/sandboxes/{child['id']}/metrics")).json()["disk"] == 4096, "once"
+
     async def test_a_disk_limit_below_what_is_inherited_is_refused(self, client: Client, edge: Edge, node: Node) -> None:
         parent = await create(client)
         live = edge.sandboxes.live(parent)

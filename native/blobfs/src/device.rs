@@ -13,7 +13,6 @@ pub const REQUEST_ROOM: usize = 64 << 10;
 /// Notifications, sent in the place of an error with the unique number 0.
 const NOTIFY_INVAL_INODE: i32 = 2;
 const NOTIFY_INVAL_ENTRY: i32 = 3;
-const NOTIFY_RESEND: i32 = 7;
 
 const ASYNC_READ: u32 = 1 << 0;
 const ASYNC_DIO: u32 = 1 << 15;
@@ -226,11 +225,6 @@ impl Device {
 
     pub fn refuse(&self, unique: u64, errno: i32) {
         let _ = self.write(-errno, unique, &[]);
-    }
-
-    /// Lets the kernel ask again for everything that an earlier process has read and not answered (from Linux 6.9 on).
-    pub fn resend(&self) -> io::Result<()> {
-        self.write(NOTIFY_RESEND, 0, &[])
     }
 
     /// Makes the kernel drop a name in the root directory, and its inode if nobody uses it. `NotFound`: it doesn't know the name.

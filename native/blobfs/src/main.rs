@@ -75,13 +75,6 @@ fn run(options: &Options) -> io::Result<()> {
         events.clone(),
     )?);
     let listener = control::bind(&options.run_dir.join("blobfs.sock"))?;
-    if !taken.fresh {
-        device.resend().map_err(|error| {
-            io::Error::other(format!(
-                "asking the kernel for pending reads again (Linux 6.9 can): {error}"
-            ))
-        })?;
-    }
     let to_do = Arc::new(Mutex::new(to_do));
     for _ in 0..std::thread::available_parallelism()?.get() {
         let (blobs, to_do) = (blobs.clone(), to_do.clone());

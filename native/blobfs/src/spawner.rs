@@ -19,8 +19,6 @@ const PAUSE: Duration = Duration::from_millis(50);
 pub struct Taken {
     pub stream: UnixStream,
     pub descriptor: OwnedFd,
-    /// Whether nobody has had it before.
-    pub fresh: bool,
 }
 
 fn request(verb: &str) -> Vec<u8> {
@@ -34,7 +32,7 @@ fn request(verb: &str) -> Vec<u8> {
 }
 
 /// The answer to the one request, whatever events come before it.
-fn reply(stream: &UnixStream) -> io::Result<(bool, Option<OwnedFd>)> {
+fn reply(stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
     loop {
         let (body, descriptor) = passing::receive_frame(stream, MAX_FRAME)?
             .ok_or_else(|| io::Error::from(io::ErrorKind::UnexpectedEof))?;
@@ -46,7 +44,7 @@ fn reply(stream: &UnixStream) -> io::Result<(bool, Option<OwnedFd>)> {
         if let Ok(message) = map.get("error").get("message").text() {
             return Err(io::Error::other(message));
         }
-        return Ok((map.get("fresh").boolean().unwrap_or(false), descriptor));
+        return Ok(descriptor);
     }
 }
 
@@ -54,13 +52,8 @@ fn reply(stream: &UnixStream) -> io::Result<(bool, Option<OwnedFd>)> {
 pub fn take(socket: &Path) -> io::Result<Taken> {
     let stream = UnixStream::connect(socket)?;
     passing::send_frame(&stream, &request("fuse_take"), None)?;
-    let (fresh, descriptor) = reply(&stream)?;
-    let descriptor = descriptor.ok_or_else(|| io::Error::other("no descriptor came"))?;
-    Ok(Taken {
-        stream,
-        descriptor,
-        fresh,
-    })
+    let descriptor = reply(&stream)?.ok_or_else(|| io::Error::other("no descriptor came"))?;
+    Ok(Taken { stream, descriptor })
 }
 
 /// Holds the connection to the spawner; when it breaks, gives the descriptor to the next spawner. Returns why that one doesn't want it.

@@ -2,7 +2,7 @@
 //! followed by another one, and reads wait meanwhile; a spawner that dies gets it back from blobfs.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -92,7 +92,6 @@ pub struct Fuse {
 /// What `fuse_take` answers with.
 pub struct Taken {
     pub connection: Arc<OwnedFd>,
-    pub fresh: bool,
     /// Whether layers over an earlier filesystem, which nobody can serve any more, were given up for it.
     pub aborted: bool,
 }
@@ -169,11 +168,13 @@ impl Fuse {
             ));
         }
         let mut aborted = false;
-        let standing = state.connection.clone().filter(|held| !is_dead(held));
+        let usable =
+            |held: &Arc<OwnedFd>| !is_dead(held) && (!state.was_taken || ask_again(held).is_ok());
+        let standing = state.connection.clone().filter(usable);
         let connection = match standing {
             Some(connection) => connection,
             None => {
-                // An earlier one has nobody left who could serve it.
+                // An earlier one has nobody left who could serve it, or what its last holder had read would never be answered.
                 aborted = self.layers.abort_blobs()?;
                 state.forget();
                 let BlobMount { connection, root } =
@@ -187,11 +188,10 @@ impl Fuse {
         };
         state.holder = Some(peer);
         state.vacancy.comes(Instant::now());
-        let fresh = !std::mem::replace(&mut state.was_taken, true);
+        state.was_taken = true;
         self.changed.notify_all();
         Ok(Taken {
             connection,
-            fresh,
             aborted,
         })
     }
@@ -314,6 +314,20 @@ fn is_dead(connection: &OwnedFd) -> bool {
     sysapi::has_failed(connection.as_raw_fd())
 }
 
+/// Has the kernel ask again for everything that an earlier holder has read and not answered.
+///
+/// # Errors
+/// Kernels before 6.9 can't.
+fn ask_again(connection: &OwnedFd) -> io::Result<()> {
+    /// A notification stands in the place of an error, with the unique number 0: include/uapi/linux/fuse.h.
+    const FUSE_NOTIFY_RESEND: i32 = 7;
+    const LENGTH: usize = 16;
+    let mut header = [0; LENGTH];
+    header[..4].copy_from_slice(&(LENGTH as u32).to_ne_bytes());
+    header[4..8].copy_from_slice(&FUSE_NOTIFY_RESEND.to_ne_bytes());
+    File::from(connection.try_clone()?).write_all(&header)
+}
+
 /// Whether a descriptor is of this connection, as far as the kernel shows it.
 fn is_of(descriptor: &File, number: Option<u32>) -> bool {
     let found = connection_of(descriptor);
@@ -343,6 +357,8 @@ fn explained(error: io::Error) -> io::Error {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
 
     #[test]
@@ -372,6 +388,17 @@ mod tests {
         vacancy.comes(now);
         vacancy.goes(now + GRACE);
         assert!(!vacancy.is_over(now + GRACE), "this one has");
+    }
+
+    #[test]
+    fn asking_again_is_one_notification_without_content() {
+        let (ours, theirs) = sysapi::socket_pair().unwrap();
+        ask_again(&ours).unwrap();
+        drop(ours);
+        let mut sent = Vec::new();
+        File::from(theirs).read_to_end(&mut sent).unwrap();
+        let expected = [16_u64 | 7 << 32, 0].map(u64::to_le_bytes).concat();
+        assert_eq!(sent, expected);
     }
 
     #[test]

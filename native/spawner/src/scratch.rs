@@ -140,9 +140,28 @@ pub fn attach_loop(image: &Path) -> io::Result<File> {
     )
 }
 
+/// Whom the kernel charges for data that several subvolumes share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quotas {
+    /// Whoever wrote it: a snapshot begins with nothing.
+    Simple,
+    /// Each of them: a snapshot begins with all that it holds.
+    Full,
+}
+
+impl Quotas {
+    pub fn name(self) -> &'static str {
+        match self {
+            Quotas::Simple => "simple",
+            Quotas::Full => "full",
+        }
+    }
+}
+
 /// The mounted scratch filesystem, by descriptor.
 pub struct Scratch {
     root: OwnedFd,
+    pub quotas: Quotas,
     /// /sys/fs/btrfs/<uuid>/qgroups, for reading use as it is, reservations included.
     qgroups: OwnedFd,
     /// Quota groups of deleted subvolumes: the kernel lets go of one only when the last extent has been freed, some time after the deletion.
@@ -161,18 +180,18 @@ pub struct Record {
 impl Scratch {
     /// Takes the mounted root; enables quotas where they aren't yet.
     pub fn open(root: OwnedFd) -> io::Result<Self> {
-        let mut quota = QuotaArgs {
-            command: QUOTA_ENABLE_SIMPLE,
-            status: 0,
+        let enable = |command| {
+            let mut quota = QuotaArgs { command, status: 0 };
+            ioctl(root.as_raw_fd(), BTRFS_IOC_QUOTA_CTL, &mut quota)
         };
-        if ioctl(root.as_raw_fd(), BTRFS_IOC_QUOTA_CTL, &mut quota).is_err() {
-            // Kernels before 6.7 have full accounting only. Enabling what is enabled is no error.
-            let mut full = QuotaArgs {
-                command: QUOTA_ENABLE_FULL,
-                status: 0,
-            };
-            ioctl(root.as_raw_fd(), BTRFS_IOC_QUOTA_CTL, &mut full)?;
-        }
+        let quotas = match enable(QUOTA_ENABLE_SIMPLE) {
+            Ok(()) => Quotas::Simple,
+            Err(_) => {
+                // Kernels before 6.7 have full accounting only. Enabling what is enabled is no error.
+                enable(QUOTA_ENABLE_FULL)?;
+                Quotas::Full
+            }
+        };
         let mut info = [0_u8; 1024];
         ioctl(root.as_raw_fd(), BTRFS_IOC_FS_INFO, info.as_mut_ptr())?;
         // struct btrfs_ioctl_fs_info_args: max_id, num_devices, then the 16 bytes of the filesystem's id.
@@ -190,6 +209,7 @@ impl Scratch {
         .join("-");
         Ok(Scratch {
             root,
+            quotas,
             qgroups: File::open(format!("/sys/fs/btrfs/{uuid}/qgroups"))?.into(),
             orphans: Mutex::default(),
             spares: Spares::default(),
@@ -228,7 +248,7 @@ impl Scratch {
         furnish(&self.open_volume(name)?)
     }
 
-    /// Makes a sandbox's subvolume of a sealed snapshot: what that holds is not counted against `disk`, for the two share it.
+    /// Makes a sandbox's subvolume of a sealed snapshot. Whether what that holds counts against `disk` is a matter of [`Quotas`].
     pub fn create_from(&self, id: &str, snapshot: &str, disk: u64) -> io::Result<()> {
         let source = self.open_volume(snapshot).map_err(|error| {
             io::Error::new(error.kind(), format!("snapshot {snapshot}: {error}"))

@@ -334,7 +334,7 @@ impl Server {
         match self.node.fuse.take(peer.key()) {
             Ok(taken) => {
                 self.tell_no_more(peer);
-                let answer = verbs::taken(id, taken.fresh);
+                let answer = verbs::done(id);
                 peer.send_with(&answer, Some(taken.connection.as_raw_fd()));
                 if taken.aborted {
                     self.tell_all(&verbs::blobs_aborted());
@@ -519,6 +519,7 @@ impl Server {
                 scratch,
                 scratch_used,
                 uid_base: u64::from(self.node.uid_base),
+                quotas: self.node.scratch.quotas.name(),
                 features: &self.features,
             },
         )

@@ -305,12 +305,14 @@ pub struct Facts<'a> {
     pub scratch: u64,
     pub scratch_used: u64,
     pub uid_base: u64,
+    /// Whom the scratch filesystem charges for shared data.
+    pub quotas: &'a str,
     /// Kernel feature to what was found, or to what its lack costs.
     pub features: &'a [(String, String)],
 }
 
 pub fn hello(id: u64, facts: &Facts) -> Vec<u8> {
-    let out = answer(id, 9)
+    let out = answer(id, 10)
         .text("version")
         .text(env!("CARGO_PKG_VERSION"))
         .text("kernel")
@@ -327,6 +329,8 @@ pub fn hello(id: u64, facts: &Facts) -> Vec<u8> {
         .unsigned(facts.scratch_used)
         .text("uid_base")
         .unsigned(facts.uid_base)
+        .text("quotas")
+        .text(facts.quotas)
         .text("features")
         .map(facts.features.len());
     facts
@@ -344,10 +348,6 @@ pub fn layers(id: u64, mounted: &[(String, bool)]) -> Vec<u8> {
             |out, (digest, lazy)| out.text(digest).boolean(*lazy),
         )
         .finish()
-}
-
-pub fn taken(id: u64, fresh: bool) -> Vec<u8> {
-    answer(id, 1).text("fresh").boolean(fresh).finish()
 }
 
 pub fn usage(id: u64, disk: &[(String, u64)]) -> Vec<u8> {

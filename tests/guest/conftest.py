@@ -1,0 +1,3 @@
+"""What lies below `inside` runs in the guest."""
+
+collect_ignore = ["inside"]
