@@ -59,9 +59,12 @@ class Chunked:
     def hex(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
 
-    def chunk_at(self, offset: int) -> int:
-        """The chunk whose frame lies at ``offset``."""
-        return next(index for index, place in enumerate(self.places) if place[0] == offset and place[1])
+    def chunks_in(self, offset: int, length: int) -> list[int]:
+        """The chunks whose frames fill this range."""
+        end = offset + length
+        found = [index for index, place in enumerate(self.places) if place[1] and offset <= place[0] and sum(place) <= end]
+        assert sum(self.places[index][1] for index in found) == length, "a range that isn't made of whole frames"
+        return found
 
 
 def chunked(content: bytes, chunk_bytes: int = CHUNK) -> Chunked:
@@ -184,6 +187,8 @@ class Fetcher:
     blobs: dict[str, Chunked] = field(default_factory=dict)
     requests: list[tuple[str, int]] = field(default_factory=list)
     """(blob, chunk) in the order of arrival."""
+    ranges: int = 0
+    """Requests, each for one chunk or for neighbours."""
     spoil: Spoil | None = None
     """What is sent in the place of a chunk's frame: other bytes, an error's fields, or nothing (None)."""
     gate: threading.Event = field(default_factory=threading.Event)
@@ -229,18 +234,24 @@ class Fetcher:
             while len(prefix := stream.read(4)) == 4:
                 request = msgspec.msgpack.decode(stream.read(int.from_bytes(prefix, "big")))
                 blob = self.blobs[request["blob"]]
-                self.requests.append((request["blob"], blob.chunk_at(request["offset"])))
+                self.ranges += 1
+                self.requests += [(request["blob"], chunk) for chunk in blob.chunks_in(request["offset"], request["length"])]
                 threading.Thread(target=self._answer, args=(connection, lock, blob, request), daemon=True).start()
 
     def _answer(self, connection: socket.socket, lock: threading.Lock, blob: Chunked, request: dict[str, Any]) -> None:
         self.gate.wait()
-        frame: bytes | dict[str, object] | None = blob.frames[request["offset"] : request["offset"] + request["length"]]
-        assert isinstance(frame, bytes)
-        if self.spoil is not None:
-            frame = self.spoil(request["blob"], blob.chunk_at(request["offset"]), frame)
-        if frame is None:
-            return
-        answer = {"data": frame} if isinstance(frame, bytes) else frame
+        answer: dict[str, object] = {"data": b""}
+        for chunk in blob.chunks_in(request["offset"], request["length"]):
+            start, length = blob.places[chunk]
+            frame: bytes | dict[str, object] | None = blob.frames[start : start + length]
+            if self.spoil is not None and isinstance(frame, bytes):
+                frame = self.spoil(request["blob"], chunk, frame)
+            if frame is None:
+                return
+            if not isinstance(frame, bytes):
+                answer = frame
+                break
+            answer["data"] += frame
         body = msgspec.msgpack.encode({"id": request["id"], **answer})
         with contextlib.suppress(OSError), lock:
             connection.sendall(len(body).to_bytes(4, "big") + body)

@@ -666,10 +666,24 @@ def test_reads_overtake_prefetches(node: Node, parts: tuple[Connection, Connecti
     reader = in_thread(lambda: node.path("blobs", layer.blob.hex).open("rb", buffering=0).read(4096))
     place = (count // 2) * CHUNK
     other = in_thread(lambda: os.pread(os.open(node.path("blobs", layer.blob.hex), os.O_RDONLY), 4096, place))
-    eventually(lambda: (layer.blob.hex, count // 2) in node.fetcher.requests[:32], "the read in front of the prefetches")
+    eventually(lambda: (layer.blob.hex, count // 2) in node.fetcher.requests[: count // 2], "the read in front of the prefetches")
     node.fetcher.gate.set()
     assert reader.result(30) == layer.blob.content[:4096]
     assert other.result(30) == layer.blob.content[place : place + 4096]
+
+
+def test_neighbours_are_fetched_together_and_a_bad_one_among_them_costs_no_other(node: Node, parts: tuple[Connection, Connection]) -> None:
+    layer = mounted(node, parts, {"noise": noise(8 * MB)})
+    count, bad = len(layer.blob.places), len(layer.blob.places) // 2
+    node.fetcher.spoil = lambda blob, chunk, frame: {"error": "it is gone", "retry": False} if chunk == bad else frame
+    parts[1].do("prefetch", blob=layer.blob.hex, chunks=list(range(count)), priority="low")
+    blob = node.path("blobs", layer.blob.hex)
+    eventually(lambda: allocated(node) >= (count - 2) * CHUNK, "all chunks but the bad one and the short one at the end")
+    assert node.fetcher.ranges < count
+    with pytest.raises(OSError):
+        os.pread(os.open(blob, os.O_RDONLY), 4096, bad * CHUNK)
+    node.fetcher.spoil = None
+    assert blob.read_bytes() == layer.blob.content
 
 
 def test_a_trace_tells_first_touches_in_their_order(node: Node, parts: tuple[Connection, Connection]) -> None:

@@ -17,7 +17,7 @@ use crate::chunk;
 use crate::device::{Attributes, Device};
 use crate::events::{Event, Events};
 use crate::fetch;
-use crate::flights::{Flights, Priority};
+use crate::flights::{Flights, Neighbours, Priority};
 use crate::lru::Lru;
 use crate::pending::Pending;
 use crate::readahead::Readers;
@@ -34,6 +34,18 @@ const FAILURES_EVERY: Duration = Duration::from_secs(1);
 pub struct Key {
     pub node: u64,
     pub chunk: u32,
+}
+
+impl Neighbours for Key {
+    fn before(self) -> Option<Self> {
+        let chunk = self.chunk.checked_sub(1)?;
+        Some(Key { chunk, ..self })
+    }
+
+    fn after(self) -> Option<Self> {
+        let chunk = self.chunk.checked_add(1)?;
+        Some(Key { chunk, ..self })
+    }
 }
 
 /// What is to be done with a chunk outside the lock.
@@ -294,6 +306,30 @@ impl State {
         }
         self.flights.enqueue(key);
         None
+    }
+
+    /// The frames of neighbouring chunks, taken apart: a job for each chunk that is waited for.
+    fn landed(&mut self, run: &[(Key, Option<u64>)], mut frames: Vec<u8>) -> Vec<Job> {
+        let mut jobs = Vec::with_capacity(run.len());
+        // From the end: the first one keeps the memory.
+        for (key, serial) in run.iter().rev() {
+            let Some(blob) = self.blobs.get_mut(&key.node) else {
+                return Vec::new();
+            };
+            let length = blob.table.entries[key.chunk as usize].length as usize;
+            // An answer of another length than asked for leaves some frame too short or too long, which its check will find.
+            let frame = if *key == run[0].0 {
+                std::mem::take(&mut frames)
+            } else {
+                frames.split_off(frames.len().saturating_sub(length))
+            };
+            if let Some(serial) = *serial {
+                blob.fetched += frame.len() as u64;
+                let key = *key;
+                jobs.push(Job::Landed { key, serial, frame });
+            }
+        }
+        jobs
     }
 
     /// Where nothing of a blob is missing, but for a look at what an earlier process kept: the jobs that do that. Readers may never come to those chunks
@@ -839,13 +875,20 @@ impl Blobs {
             return;
         };
         let now = Instant::now();
-        while let Some((id, key)) = flights.next_to_send(now) {
-            let Some(blob) = blobs.get(&key.node) else {
-                flights.land(key);
+        let bytes = |first: Key, last: Key| {
+            let table = &blobs.get(&first.node)?.table;
+            Some(u64::from(table.frames(first.chunk, last.chunk)?.1))
+        };
+        while let Some((id, run)) = flights.next_to_send(now, bytes) {
+            let (first, last) = (run[0], run[run.len() - 1]);
+            let known = blobs.get(&first.node).and_then(|blob| {
+                let (offset, length) = blob.table.frames(first.chunk, last.chunk)?;
+                Some(fetch::request(id, &blob.hex, offset, length))
+            });
+            let Some(request) = known else {
+                run.iter().for_each(|key| drop(flights.land(*key)));
                 continue;
             };
-            let entry = &blob.table.entries[key.chunk as usize];
-            let request = fetch::request(id, &blob.hex, entry.offset, entry.length);
             if wire::passing::send_frame(stream, &request, None).is_err() {
                 // Its reader sees that too, and connects again.
                 let _ = stream.shutdown(std::net::Shutdown::Both);
@@ -869,22 +912,34 @@ impl Blobs {
     /// The store's answer to one request.
     pub fn answered(&self, id: u64, answer: Result<Vec<u8>, fetch::Failure>) {
         let mut state = self.lock();
-        let Some((key, serial)) = state.flights.answered(id) else {
-            return;
+        let run = state.flights.answered(id);
+        let waited = || {
+            run.iter()
+                .filter_map(|(key, serial)| Some((*key, (*serial)?)))
         };
         match answer {
-            Ok(frame) => {
-                if let Some(blob) = state.blobs.get_mut(&key.node) {
-                    blob.fetched += frame.len() as u64;
-                }
+            Ok(frames) => {
+                let jobs = state.landed(&run, frames);
                 drop(state);
-                self.run([Job::Landed { key, serial, frame }]);
+                self.run(jobs);
             }
             Err(failure) if failure.retry => {
-                state.flights.rest(key, Instant::now());
+                let now = Instant::now();
+                for (key, _) in waited() {
+                    state.flights.rest(key, now);
+                }
                 self.send(&mut state);
             }
-            Err(failure) => self.give_up(state, key, &failure.reason),
+            // One of them may be at fault for all.
+            Err(_) if run.len() > 1 => {
+                waited().for_each(|(key, _)| state.flights.separate(key));
+                self.send(&mut state);
+            }
+            Err(failure) => {
+                if let Some((key, _)) = waited().next() {
+                    self.give_up(state, key, &failure.reason);
+                }
+            }
         }
     }
 

@@ -1,4 +1,5 @@
-//! Chunks on their way: one flight a chunk, however many wait for it, and the order in which the store is asked. Pure: time comes in as an argument.
+//! Chunks on their way: one flight a chunk, however many wait for it, and the order in which the store is asked. Neighbours that are wanted alike are
+//! asked for together, for stores take as long for a small range as for a large one. Pure: time comes in as an argument.
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
@@ -12,8 +13,16 @@ pub enum Priority {
     Prefetch,
 }
 
-/// Requests under way up to which one of each priority is sent. They fill a long link, and what is read after them doesn't wait behind much.
-const WINDOWS: [usize; 3] = [32, 16, 8];
+/// What stands in a row.
+pub trait Neighbours: Sized {
+    fn before(self) -> Option<Self>;
+    fn after(self) -> Option<Self>;
+}
+
+/// Bytes under way up to which a request of each priority is sent. They fill a long link, and what is read after them doesn't wait behind much.
+const WINDOWS: [u64; 3] = [8 << 20, 4 << 20, 2 << 20];
+/// The most bytes of neighbours that are asked for together: 17 ms of a link of 1 Gbit/s.
+const TOGETHER: u64 = 2 << 20;
 
 /// Pauses after the store has said "try again".
 const FIRST_REST: Duration = Duration::from_millis(50);
@@ -39,8 +48,10 @@ struct Flight<W> {
     waiters: Vec<W>,
     priority: Priority,
     phase: Phase,
-    /// Whether it counts among those under way to the store and back.
-    out: bool,
+    /// Bytes of it that count among those under way to the store and back.
+    out: u64,
+    /// It failed together with others: now it is asked for by itself.
+    alone: bool,
     wrong: u32,
     refused: u32,
 }
@@ -50,12 +61,14 @@ pub struct Flights<K, W> {
     flights: HashMap<K, Flight<W>>,
     /// One queue a priority. An entry counts only while its flight is queued with that priority.
     queues: [VecDeque<K>; 3],
-    sent: HashMap<u64, K>,
-    out: usize,
+    /// Requests under way, with the chunks that each asked for, in their order.
+    sent: HashMap<u64, Vec<K>>,
+    /// Bytes under way.
+    out: u64,
     last: u64,
 }
 
-impl<K: Copy + Eq + Hash, W> Flights<K, W> {
+impl<K: Copy + Eq + Hash + Neighbours, W> Flights<K, W> {
     pub fn new() -> Self {
         Flights {
             flights: HashMap::new(),
@@ -93,7 +106,8 @@ impl<K: Copy + Eq + Hash, W> Flights<K, W> {
             waiters: waiter.into_iter().collect(),
             priority,
             phase: Phase::Held,
-            out: false,
+            out: 0,
+            alone: false,
             wrong: 0,
             refused: 0,
         };
@@ -112,45 +126,100 @@ impl<K: Copy + Eq + Hash, W> Flights<K, W> {
     pub fn enqueue(&mut self, key: K) {
         if let Some(flight) = self.flights.get_mut(&key) {
             flight.phase = Phase::Queued;
-            self.out -= usize::from(std::mem::take(&mut flight.out));
+            self.out -= std::mem::take(&mut flight.out);
             self.queues[flight.priority as usize].push_back(key);
         }
     }
 
-    /// The next one to ask for, and the id to ask with.
-    pub fn next_to_send(&mut self, now: Instant) -> Option<(u64, K)> {
+    /// The next ones to ask for in one request, neighbours in their order, and the id to ask with. `bytes`: how many a request from one chunk to another
+    /// asks for; None: there can be no such request.
+    pub fn next_to_send(
+        &mut self,
+        now: Instant,
+        bytes: impl Fn(K, K) -> Option<u64>,
+    ) -> Option<(u64, Vec<K>)> {
         for (priority, window) in WINDOWS.into_iter().enumerate() {
             while self.out < window {
                 let Some(key) = self.queues[priority].pop_front() else {
                     break;
                 };
-                let Some(flight) = self.flights.get_mut(&key) else {
-                    continue;
-                };
-                if flight.phase != Phase::Queued || flight.priority as usize != priority {
+                if self.queued(key, priority).is_none() {
                     continue;
                 }
+                let run = self.run_around(key, priority, &bytes);
                 self.last += 1;
                 let id = self.last;
-                flight.phase = Phase::Sent { id, since: now };
-                flight.out = true;
-                self.out += 1;
-                self.sent.insert(id, key);
-                return Some((id, key));
+                for key in &run {
+                    if let Some(flight) = self.flights.get_mut(key) {
+                        flight.phase = Phase::Sent { id, since: now };
+                        flight.out = bytes(*key, *key).unwrap_or_default();
+                        self.out += flight.out;
+                    }
+                }
+                self.sent.insert(id, run.clone());
+                return Some((id, run));
             }
         }
         None
     }
 
-    /// The store has answered `id`: its flight is in a worker's hands. None: nobody waits for this answer.
-    pub fn answered(&mut self, id: u64) -> Option<(K, u64)> {
-        let key = self.sent.remove(&id)?;
-        let flight = self.flights.get_mut(&key)?;
-        if !matches!(flight.phase, Phase::Sent { id: sent, .. } if sent == id) {
-            return None;
+    /// The flight of a chunk that waits to be asked for with this priority.
+    fn queued(&self, key: K, priority: usize) -> Option<&Flight<W>> {
+        let flight = self.flights.get(&key)?;
+        (flight.phase == Phase::Queued && flight.priority as usize == priority).then_some(flight)
+    }
+
+    /// A queued chunk, and its neighbours on both sides that can be asked for with it.
+    fn run_around(&self, key: K, priority: usize, bytes: &impl Fn(K, K) -> Option<u64>) -> Vec<K> {
+        let fits = |first, last| bytes(first, last).is_some_and(|bytes| bytes <= TOGETHER);
+        let joins = |key: &K| {
+            self.queued(*key, priority)
+                .is_some_and(|flight| !flight.alone)
+        };
+        if !joins(&key) {
+            return vec![key];
         }
-        flight.phase = Phase::Held;
-        Some((key, flight.serial))
+        let mut run = VecDeque::from([key]);
+        let (mut first, mut last) = (key, key);
+        while let Some(next) = last
+            .after()
+            .filter(|next| joins(next) && fits(first, *next))
+        {
+            run.push_back(next);
+            last = next;
+        }
+        while let Some(next) = first
+            .before()
+            .filter(|next| joins(next) && fits(*next, last))
+        {
+            run.push_front(next);
+            first = next;
+        }
+        run.into()
+    }
+
+    /// The store has answered `id`: the flights are in a worker's hands. Returns the chunks that were asked for, in their order, each with its
+    /// flight's serial number, or None where nobody waits for it any more.
+    pub fn answered(&mut self, id: u64) -> Vec<(K, Option<u64>)> {
+        let run = self.sent.remove(&id).unwrap_or_default();
+        let held = |key: K| {
+            let flight = self.flights.get_mut(&key)?;
+            if !matches!(flight.phase, Phase::Sent { id: sent, .. } if sent == id) {
+                return None;
+            }
+            flight.phase = Phase::Held;
+            Some(flight.serial)
+        };
+        let serials: Vec<_> = run.iter().copied().map(held).collect();
+        run.into_iter().zip(serials).collect()
+    }
+
+    /// It is asked for again, by itself.
+    pub fn separate(&mut self, key: K) {
+        if let Some(flight) = self.flights.get_mut(&key) {
+            flight.alone = true;
+            self.enqueue(key);
+        }
     }
 
     /// The connection is gone: what was sent will be sent again.
@@ -167,12 +236,14 @@ impl<K: Copy + Eq + Hash, W> Flights<K, W> {
 
     /// When the request was sent that has waited longest for its answer.
     pub fn oldest_sent(&self) -> Option<Instant> {
-        let sent = self.sent.values().filter_map(|key| self.flights.get(key));
-        sent.filter_map(|flight| match flight.phase {
-            Phase::Sent { since, .. } => Some(since),
-            _ => None,
-        })
-        .min()
+        let sent = self.sent.iter().flat_map(|(id, run)| {
+            run.iter()
+                .filter_map(|key| match self.flights.get(key)?.phase {
+                    Phase::Sent { id: own, since } if own == *id => Some(since),
+                    _ => None,
+                })
+        });
+        sent.min()
     }
 
     /// The store asks to be asked later. What nobody waits for is given up: true if it flies on.
@@ -189,7 +260,7 @@ impl<K: Copy + Eq + Hash, W> Flights<K, W> {
             .min(LONGEST_REST);
         flight.refused += 1;
         flight.phase = Phase::Resting(now + pause);
-        self.out -= usize::from(std::mem::take(&mut flight.out));
+        self.out -= std::mem::take(&mut flight.out);
         true
     }
 
@@ -199,6 +270,7 @@ impl<K: Copy + Eq + Hash, W> Flights<K, W> {
             return false;
         };
         flight.wrong += 1;
+        flight.alone = true;
         let again = flight.wrong < ATTEMPTS;
         if again {
             self.enqueue(key);
@@ -219,10 +291,8 @@ impl<K: Copy + Eq + Hash, W> Flights<K, W> {
         let Some(flight) = self.flights.remove(&key) else {
             return Vec::new();
         };
-        self.out -= usize::from(flight.out);
-        if let Phase::Sent { id, .. } = flight.phase {
-            self.sent.remove(&id);
-        }
+        // Its place in what was sent stays: the others of the request are told from it by their places.
+        self.out -= flight.out;
         flight.waiters
     }
 
@@ -270,6 +340,27 @@ mod tests {
 
     type Chunks = Flights<u32, &'static str>;
 
+    impl Neighbours for u32 {
+        fn before(self) -> Option<Self> {
+            self.checked_sub(1)
+        }
+
+        fn after(self) -> Option<Self> {
+            self.checked_add(1)
+        }
+    }
+
+    /// Of each chunk.
+    const BYTES: u64 = 256 << 10;
+
+    fn never(first: u32, last: u32) -> Option<u64> {
+        (first == last).then_some(BYTES)
+    }
+
+    fn all(first: u32, last: u32) -> Option<u64> {
+        Some(u64::from(last - first + 1) * BYTES)
+    }
+
     fn begin(flights: &mut Chunks, key: u32, priority: Priority, waiter: Option<&'static str>) {
         if let Err(waiter) = flights.join(key, priority, waiter) {
             flights.start(key, priority, waiter);
@@ -279,7 +370,9 @@ mod tests {
 
     fn sent(flights: &mut Chunks) -> Vec<u32> {
         let now = Instant::now();
-        std::iter::from_fn(|| flights.next_to_send(now).map(|(_, key)| key)).collect()
+        std::iter::from_fn(|| flights.next_to_send(now, never))
+            .flat_map(|(_, run)| run)
+            .collect()
     }
 
     #[test]
@@ -287,12 +380,12 @@ mod tests {
         let mut flights = Chunks::new();
         begin(&mut flights, 1, Priority::Read, Some("a"));
         begin(&mut flights, 1, Priority::Read, Some("b"));
-        let (id, key) = flights.next_to_send(Instant::now()).unwrap();
-        assert_eq!(key, 1);
+        let (id, run) = flights.next_to_send(Instant::now(), never).unwrap();
+        assert_eq!(run, [1]);
         begin(&mut flights, 1, Priority::Read, Some("c"));
-        assert_eq!(flights.next_to_send(Instant::now()), None);
-        assert!(flights.answered(id).is_some());
-        assert!(flights.answered(id).is_none());
+        assert_eq!(flights.next_to_send(Instant::now(), never), None);
+        assert!(matches!(flights.answered(id)[..], [(1, Some(_))]));
+        assert_eq!(flights.answered(id), []);
         assert_eq!(flights.take_waiters(1), ["a", "b", "c"]);
         begin(&mut flights, 1, Priority::Read, Some("d"));
         assert_eq!(flights.land(1), ["d"]);
@@ -318,12 +411,64 @@ mod tests {
     fn a_lost_link_sends_everything_again() {
         let mut flights = Chunks::new();
         (0..3).for_each(|key| begin(&mut flights, key, Priority::Read, Some("a")));
-        let (old, _) = flights.next_to_send(Instant::now()).unwrap();
+        let (old, _) = flights.next_to_send(Instant::now(), never).unwrap();
         assert_eq!(sent(&mut flights).len(), 2);
         flights.link_lost();
         assert_eq!((flights.out, flights.oldest_sent()), (0, None));
-        assert_eq!(flights.answered(old), None);
+        assert_eq!(flights.answered(old), []);
         assert_eq!(sent(&mut flights).len(), 3);
+    }
+
+    #[test]
+    fn neighbours_wanted_alike_are_asked_for_together() {
+        let mut flights = Chunks::new();
+        for key in [5, 3, 9, 4, 6, 7] {
+            begin(&mut flights, key, Priority::Prefetch, None);
+        }
+        begin(&mut flights, 8, Priority::Read, Some("a"));
+        let now = Instant::now();
+        let mut next = || {
+            let most_three = |first, last| all(first, last).filter(|bytes| *bytes <= 3 * BYTES);
+            flights.next_to_send(now, most_three).map(|(_, run)| run)
+        };
+        assert_eq!(next(), Some(vec![8]));
+        assert_eq!(next(), Some(vec![5, 6, 7]));
+        assert_eq!(next(), Some(vec![3, 4]));
+        assert_eq!(next(), Some(vec![9]));
+        assert_eq!(next(), None);
+        assert_eq!(flights.out, 7 * BYTES);
+    }
+
+    #[test]
+    fn a_read_does_not_wait_behind_a_prefetch_of_neighbours() {
+        let mut flights = Chunks::new();
+        (0..1000).for_each(|key| begin(&mut flights, key, Priority::Prefetch, None));
+        let now = Instant::now();
+        let run = flights.next_to_send(now, all).unwrap().1;
+        assert_eq!(run.len() as u64 * BYTES, TOGETHER);
+        assert_eq!(flights.next_to_send(now, all), None, "the window is full");
+        begin(&mut flights, 2000, Priority::Read, Some("a"));
+        assert_eq!(flights.next_to_send(now, all).unwrap().1, [2000]);
+    }
+
+    #[test]
+    fn of_a_request_that_fails_each_chunk_is_asked_for_by_itself() {
+        let mut flights = Chunks::new();
+        (0..3).for_each(|key| begin(&mut flights, key, Priority::Read, Some("a")));
+        let now = Instant::now();
+        let (id, run) = flights.next_to_send(now, all).unwrap();
+        assert_eq!(run, [0, 1, 2]);
+        assert_eq!(flights.land(1), ["a"]);
+        let answered = flights.answered(id);
+        assert!(matches!(
+            answered[..],
+            [(0, Some(_)), (1, None), (2, Some(_))]
+        ));
+        [0, 2].into_iter().for_each(|key| flights.separate(key));
+        let mut runs = [(); 2].map(|()| flights.next_to_send(now, all).unwrap().1);
+        runs.sort_unstable();
+        assert_eq!(runs, [[0], [2]]);
+        assert_eq!(flights.out, 2 * BYTES);
     }
 
     #[test]
@@ -331,7 +476,7 @@ mod tests {
         let mut flights = Chunks::new();
         begin(&mut flights, 1, Priority::Read, Some("a"));
         for again in [true, true, false] {
-            let (id, _) = flights.next_to_send(Instant::now()).unwrap();
+            let (id, _) = flights.next_to_send(Instant::now(), never).unwrap();
             flights.answered(id);
             assert_eq!(flights.was_wrong(1), again);
         }
@@ -346,15 +491,15 @@ mod tests {
         begin(&mut flights, 2, Priority::Prefetch, None);
         let now = Instant::now();
         for _ in 0..2 {
-            let (id, _) = flights.next_to_send(now).unwrap();
+            let (id, _) = flights.next_to_send(now, never).unwrap();
             flights.answered(id);
         }
         assert!(flights.rest(1, now) && !flights.rest(2, now));
         flights.wake(now);
-        assert_eq!(flights.next_to_send(now), None);
+        assert_eq!(flights.next_to_send(now, never), None);
         flights.wake(now + LONGEST_REST);
-        assert!(flights.next_to_send(now).is_some());
-        assert_eq!(flights.out, 1);
+        assert!(flights.next_to_send(now, never).is_some());
+        assert_eq!(flights.out, BYTES);
     }
 
     #[test]

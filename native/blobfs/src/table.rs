@@ -111,6 +111,20 @@ impl Table {
         left.min(self.chunk_bytes.into()) as u32
     }
 
+    /// Offset and length of the frames of neighbouring chunks; None if they don't lie one after the other, or are more than one range may be.
+    pub fn frames(&self, first: u32, last: u32) -> Option<(u64, u32)> {
+        let entries = self.entries.get(first as usize..=last as usize)?;
+        let start = entries.first()?.offset;
+        let mut end = start;
+        for entry in entries {
+            if entry.offset != end {
+                return None;
+            }
+            end += u64::from(entry.length);
+        }
+        Some((start, (end - start).try_into().ok()?))
+    }
+
     /// The chunks that hold `length` bytes (more than 0) from `offset` on, all within the blob.
     pub fn chunks_of(&self, offset: u64, length: u64) -> std::ops::RangeInclusive<u32> {
         let size = u64::from(self.chunk_bytes);
@@ -189,6 +203,20 @@ pub mod tests {
         assert_eq!(table.length_of(2), 10_000 - 8192);
         assert_eq!(table.chunks_of(4095, 2), 0..=1);
         assert_eq!(table.chunks_of(4096, 4096), 1..=1);
+    }
+
+    #[test]
+    fn frames_one_after_the_other_are_one_range() {
+        let mut table = Table::parse(&table(10_000)).unwrap();
+        assert_eq!(table.frames(0, 2), Some((0, 10_000)));
+        assert_eq!(table.frames(1, 1), Some((4096, 4096)));
+        assert_eq!(table.frames(1, 3), None);
+        table.entries[2].offset += 1;
+        assert_eq!(table.frames(0, 1), Some((0, 8192)));
+        assert_eq!(table.frames(0, 2), None);
+        table.entries[0].length = u32::MAX;
+        table.entries[1].offset = u64::from(u32::MAX);
+        assert_eq!(table.frames(0, 1), None);
     }
 
     #[test]
