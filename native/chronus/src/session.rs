@@ -22,7 +22,6 @@ use crate::server::{Chronus, Leader};
 use crate::spawn::Pipes;
 use crate::timers::Timer;
 use crate::users::{Account, Lookup, Unresolved};
-use crate::waiting::Waiting;
 
 /// Output of background children that is kept between two calls, each stream; the rest is counted.
 const IDLE_OUTPUT_MAX: u64 = 64 << 10;
@@ -202,7 +201,7 @@ impl Chronus {
             if session.shell.is_none() {
                 match self.starter.look_up(user_of(&next.request)) {
                     Lookup::Known(known) => account = Some(known),
-                    Lookup::Awaited => return self.waiting.push(Waiting::Session(id)),
+                    Lookup::Awaited => return self.session_waits(id),
                 }
             }
             let Some(next) = session.queue.pop_front() else {

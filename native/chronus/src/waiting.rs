@@ -21,6 +21,14 @@ pub(crate) enum Waiting {
 }
 
 impl Chronus {
+    /// A session whose next call needs a shell. It waits once, however many calls it has.
+    pub(crate) fn session_waits(&mut self, id: u64) {
+        let waits = |waiting: &Waiting| matches!(waiting, Waiting::Session(other) if *other == id);
+        if !self.waiting.iter().any(waits) {
+            self.waiting.push(Waiting::Session(id));
+        }
+    }
+
     pub(crate) fn wait_for_user(&mut self, command: &mut Command, order: Order, stream: u32) {
         command.origin = Origin::Waiting;
         if order.reads_stream() {
@@ -75,6 +83,10 @@ impl Chronus {
         };
         if command.status.is_none() && ends(signal) {
             command.status = u8::try_from(signal).ok().map(Status::killed_by);
+            // With its input and environment, of which whoever starts and kills could otherwise pile up any number.
+            self.waiting.retain(
+                |waiting| !matches!(waiting, Waiting::Command { id: other, .. } if *other == id),
+            );
             self.settle(id);
         }
     }
