@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -22,17 +21,6 @@ ARGS = {
     "ttl_total": 600.0,
     "init_user": "1000",
 }
-
-
-@pytest.fixture
-def node() -> Node:
-    return Node()
-
-
-@pytest.fixture
-async def edge(node: Node, tmp_path: Path) -> AsyncIterator[Edge]:
-    async with open_edge(node, tmp_path) as edge:
-        yield edge
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -24,17 +23,6 @@ from libdsec.errors import DSecError
 from libdsec.schema import DiffEntry
 
 MB = 1 << 20
-
-
-@pytest.fixture
-def node() -> Node:
-    return Node()
-
-
-@pytest.fixture
-async def edge(node: Node, tmp_path: Path) -> AsyncIterator[Edge]:
-    async with open_edge(node, tmp_path) as edge:
-        yield edge
 
 
 @pytest.fixture

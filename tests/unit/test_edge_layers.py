@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,8 @@ BASE = DSecContainerRunArgs(container_image="base")
 
 
 @pytest.fixture
-def node() -> Node:
-    return Node()
-
-
-@pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
-
-
-@pytest.fixture
-async def edge(node: Node, tmp_path: Path) -> AsyncIterator[Edge]:
-    async with open_edge(node, tmp_path) as edge:
-        yield edge
 
 
 @pytest.fixture

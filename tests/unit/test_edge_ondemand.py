@@ -136,11 +136,6 @@ def images() -> LazyImages:
     return LazyImages()
 
 
-@pytest.fixture
-def node() -> Node:
-    return Node()
-
-
 @asynccontextmanager
 async def opened(node: Node, images: LazyImages, blobfs: FakeBlobfs, state_dir: Path, **config: Any) -> AsyncIterator[Edge]:
     edge = Edge(

@@ -25,11 +25,6 @@ GRACE_S = EdgeConfig.orphan_grace_s
 
 
 @pytest.fixture
-def node() -> Node:
-    return Node()
-
-
-@pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
 

@@ -21,17 +21,6 @@ def args(**changes: object) -> DSecContainerRunArgs:
     return DSecContainerRunArgs(container_image="base", **changes)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def node() -> Node:
-    return Node()
-
-
-@pytest.fixture
-async def edge(node: Node, tmp_path: Path) -> AsyncIterator[Edge]:
-    async with open_edge(node, tmp_path) as edge:
-        yield edge
-
-
 async def create(edge: Edge, **changes: object) -> SandboxInfo:
     return await edge.sandboxes.create("p", args(**changes), None)
 

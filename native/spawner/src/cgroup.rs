@@ -542,17 +542,16 @@ mod tests {
 
     #[test]
     fn processes_of_commands_own_groups_are_found_too() {
-        let root = std::env::temp_dir().join(format!("dsec-groups-{}", std::process::id()));
+        let root = crate::testing::Directory::make("groups");
         let command = root.join("sb-1/e1");
         std::fs::create_dir_all(&command).unwrap();
         std::fs::write(root.join("sb-1/cgroup.procs"), "7\n").unwrap();
         std::fs::write(command.join("cgroup.procs"), "9\n8\n").unwrap();
-        let parent = std::fs::File::open(&root).unwrap();
+        let parent = std::fs::File::open(&*root).unwrap();
         let mut pids = Vec::new();
         pids_below(parent.as_raw_fd(), c"sb-1", &mut pids);
         assert_eq!(pids, [7, 9, 8]);
         pids_below(parent.as_raw_fd(), c"sb-2", &mut pids);
         assert_eq!(pids.len(), 3);
-        std::fs::remove_dir_all(root).unwrap();
     }
 }

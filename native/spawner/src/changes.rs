@@ -148,15 +148,13 @@ mod tests {
     use super::*;
     use std::fs::{self, File};
 
-    /// A directory of this test's own, removed at its end.
-    struct Tree(PathBuf);
+    use crate::testing::Directory;
+
+    struct Tree(Directory);
 
     impl Tree {
         fn new(name: &str) -> Self {
-            let path =
-                std::env::temp_dir().join(format!("dsec-changes-{name}-{}", std::process::id()));
-            fs::create_dir_all(&path).unwrap();
-            Tree(path)
+            Tree(Directory::make(&format!("changes-{name}")))
         }
 
         fn file(&self, path: &str) {
@@ -166,7 +164,7 @@ mod tests {
         }
 
         fn page(&self, after: &[u8], limit: usize) -> Page {
-            page(&File::open(&self.0).unwrap().into(), after, limit).unwrap()
+            page(&File::open(&*self.0).unwrap().into(), after, limit).unwrap()
         }
 
         /// Every page's paths, one behind the other, and how many pages there are.
@@ -180,12 +178,6 @@ mod tests {
                     return (paths, count);
                 }
             }
-        }
-    }
-
-    impl Drop for Tree {
-        fn drop(&mut self) {
-            fs::remove_dir_all(&self.0).unwrap();
         }
     }
 
@@ -248,7 +240,7 @@ mod tests {
             bytes_left: PAGE_BYTES,
             ..Page::default()
         };
-        let dir = File::open(&tree.0).unwrap().into();
+        let dir = File::open(&*tree.0).unwrap().into();
         let (names, all) = first_names(&dir, b"050", &page).unwrap();
         assert_eq!(
             (names.first(), names.len(), all),

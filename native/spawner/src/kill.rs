@@ -108,9 +108,10 @@ pub fn take_away(node: &Node, id: &str, slot: Option<u32>, keep_scratch: bool) -
 }
 
 fn take_files(node: &Node, id: &str, slot: Option<u32>, keep_scratch: bool) -> Ended {
+    let used = node.scratch.usage(id).ok();
     let mut ended = Ended {
         figures: node.cgroups.figures(id),
-        disk: node.scratch.usage(id).unwrap_or(0),
+        disk: used.unwrap_or(0),
         left: Vec::new(),
     };
     if let Some(slot) = slot {
@@ -119,7 +120,7 @@ fn take_files(node: &Node, id: &str, slot: Option<u32>, keep_scratch: bool) -> E
     let scratch = if keep_scratch {
         node.scratch.forget(id)
     } else {
-        node.scratch.remove(id)
+        node.scratch.remove(id, used)
     };
     if let Err(error) = scratch {
         ended.left.push(format!("scratch: {error}"));

@@ -972,11 +972,11 @@ pub fn clear_metadata(directory: &Path, is_fresh: bool) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::Directory;
 
     #[test]
     fn metadata_with_another_digest_is_not_imported() {
-        let home = std::env::temp_dir().join(format!("dsec-layers-{}", std::process::id()));
-        std::fs::create_dir_all(&home).unwrap();
+        let home = Directory::make("layers-layers");
         std::fs::write(home.join("source"), b"content").unwrap();
         let digest = "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73";
         assert!(
@@ -984,13 +984,11 @@ mod tests {
         );
         assert!(import_metadata(&home.join("source"), &home.join("right"), digest).is_ok());
         assert_eq!(names(&home), ["right", "source"]);
-        std::fs::remove_dir_all(home).unwrap();
     }
 
     #[test]
     fn metadata_is_a_plain_file_or_nothing() {
-        let home = std::env::temp_dir().join(format!("dsec-plain-{}", std::process::id()));
-        std::fs::create_dir_all(&home).unwrap();
+        let home = Directory::make("layers-plain");
         let digest = "ed7002b439e9ac845f22357d822bac1444730fbdb6016d3ec9432297b9ec9f73";
         std::fs::write(home.join("content"), b"content").unwrap();
         std::os::unix::fs::symlink(home.join("content"), home.join("link")).unwrap();
@@ -1002,13 +1000,11 @@ mod tests {
             assert!(imported.is_err(), "{source}");
         }
         assert_eq!(names(&home), ["content", "fifo", "link"]);
-        std::fs::remove_dir_all(home).unwrap();
     }
 
     #[test]
     fn metadata_of_another_namespace_or_half_copied_is_not_relied_on() {
-        let home = std::env::temp_dir().join(format!("dsec-meta-{}", std::process::id()));
-        std::fs::create_dir_all(&home).unwrap();
+        let home = Directory::make("layers-meta");
         let whole = "a".repeat(64);
         for name in [whole.clone(), format!("{whole}.7.part")] {
             std::fs::write(home.join(name), b"content").unwrap();
@@ -1017,18 +1013,16 @@ mod tests {
         assert_eq!(names(&home), [whole]);
         clear_metadata(&home, true).unwrap();
         assert!(names(&home).is_empty());
-        std::fs::remove_dir_all(home).unwrap();
     }
 
     #[test]
     fn a_place_that_nothing_is_mounted_on_is_no_layer() {
-        let home = std::env::temp_dir().join(format!("dsec-places-{}", std::process::id()));
+        let home = Directory::make("layers-places");
         std::fs::create_dir_all(home.join("empty")).unwrap();
         // Another filesystem.
         std::os::unix::fs::symlink("/proc", home.join("mounted")).unwrap();
         assert_eq!(mounted_in(&home).unwrap(), [home.join("mounted")]);
         assert_eq!(names(&home), ["mounted"]);
-        std::fs::remove_dir_all(home).unwrap();
     }
 
     fn names(directory: &Path) -> Vec<String> {

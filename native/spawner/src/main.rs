@@ -25,6 +25,8 @@ mod spares;
 mod supervise;
 mod sweep;
 mod sysapi;
+#[cfg(test)]
+mod testing;
 mod verbs;
 
 use options::Command;

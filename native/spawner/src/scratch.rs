@@ -314,20 +314,21 @@ impl Scratch {
         ioctl(volume, BTRFS_IOC_QGROUP_LIMIT, &mut args)
     }
 
-    /// Removes the subvolume of a sandbox that has ended: it is cleared for another one, or deleted. One that isn't there is fine.
-    pub fn remove(&self, id: &str) -> io::Result<()> {
-        let small = self
-            .usage(id)
-            .is_ok_and(|bytes| bytes <= spares::MOST_BYTES);
+    /// Removes the subvolume of a sandbox that has ended and held so many bytes (None: not known): it is cleared for another one, or deleted.
+    /// One that isn't there is fine.
+    pub fn remove(&self, id: &str, used: Option<u64>) -> io::Result<()> {
+        let small = used.is_some_and(|bytes| bytes <= spares::MOST_BYTES);
         if small && self.spares.wanted() > 0 {
-            let volume = self.open_volume(id)?;
-            match self.spares.give_back(self.root(), id, &volume, furnish) {
-                Ok(()) => Ok(()),
-                Err(left) => self.remove_volume(&left),
+            if let Ok(volume) = self.open_volume(id) {
+                return match self.spares.give_back(self.root(), id, &volume, |volume| {
+                    self.furnish_unused(volume)
+                }) {
+                    Ok(()) => Ok(()),
+                    Err(left) => self.remove_volume(&left),
+                };
             }
-        } else {
-            self.remove_volume(id)
         }
+        self.remove_volume(id)
     }
 
     /// Deletes a subvolume; one that isn't there is fine.
@@ -398,7 +399,11 @@ impl Scratch {
 
     /// Bytes that a sandbox holds on the scratch filesystem, reserved ones included.
     pub fn usage(&self, id: &str) -> io::Result<u64> {
-        let tree = tree_of(&self.open_volume(id)?)?;
+        self.usage_of(&self.open_volume(id)?)
+    }
+
+    fn usage_of(&self, volume: &OwnedFd) -> io::Result<u64> {
+        let tree = tree_of(volume)?;
         let read = |file: &str| -> u64 {
             CString::new(format!("0_{tree}/{file}"))
                 .map_err(io::Error::other)
@@ -408,6 +413,15 @@ impl Scratch {
                 .unwrap_or(0)
         };
         Ok(read("referenced") + read("rsv_data"))
+    }
+
+    /// Makes a cleared subvolume one for the next sandbox. What was already on the disk stays in the quota until the kernel's next commit: the
+    /// next sandbox isn't charged for it, and can't tell from it what this one wrote.
+    fn furnish_unused(&self, volume: &OwnedFd) -> io::Result<()> {
+        if self.usage_of(volume)? > spares::UNUSED_BYTES {
+            return Err(io::Error::other("it still counts what was removed"));
+        }
+        furnish(volume)
     }
 
     /// Total and used bytes of the filesystem.

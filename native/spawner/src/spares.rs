@@ -17,6 +17,8 @@ pub const SPARES: usize = 64;
 /// What a sandbox may have written for its subvolume to be cleared instead of deleted: clearing costs about 10 us an entry.
 pub const MOST_BYTES: u64 = 4 << 20;
 const MOST_ENTRIES: usize = 1024;
+/// What the quota counts of an empty one: metadata.
+pub const UNUSED_BYTES: u64 = 64 << 10;
 /// Each level of directories holds a descriptor meanwhile.
 const MAX_DEPTH: usize = 32;
 
@@ -70,18 +72,16 @@ impl Spares {
     /// # Errors
     /// `AlreadyExists`: the name is taken.
     pub fn take(&self, root: RawFd, name: &str) -> io::Result<bool> {
+        let name = CString::new(name)?;
         let Some(spare) = self.ready().pop() else {
             return Ok(false);
         };
-        match sysapi::rename_new_at(root, &spare, &CString::new(name)?) {
-            Ok(()) => Ok(true),
-            Err(error) => {
-                if error.kind() == io::ErrorKind::AlreadyExists {
-                    self.ready().push(spare);
-                }
-                Err(error)
-            }
+        let renamed = sysapi::rename_new_at(root, &spare, &name);
+        if renamed.is_err() {
+            // It is still there, under its own name.
+            self.ready().push(spare);
         }
+        renamed.map(|()| true)
     }
 
     /// Clears the subvolume `name`, open as `volume`, of which nothing is in use any more, and lets `furnish` make what every new one has.
@@ -151,30 +151,14 @@ mod tests {
     use super::*;
     use std::fs;
     use std::os::unix::ffi::OsStrExt;
-    use std::path::{Path, PathBuf};
+    use std::path::Path;
 
-    /// A directory of the test's own, removed at its end.
-    struct Directory(PathBuf);
+    use crate::testing::Directory;
 
-    impl Directory {
-        fn make(name: &str) -> Self {
-            let path =
-                std::env::temp_dir().join(format!("dsec-spares-{name}-{}", std::process::id()));
-            fs::create_dir_all(&path).unwrap();
-            Directory(path)
-        }
-
-        fn open(&self, below: &str) -> OwnedFd {
-            let path = CString::new(self.0.join(below).as_os_str().as_bytes()).unwrap();
-            let flags = libc::O_RDONLY | libc::O_DIRECTORY;
-            sysapi::open_at(libc::AT_FDCWD, &path, flags).unwrap()
-        }
-    }
-
-    impl Drop for Directory {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(&self.0);
-        }
+    fn open(directory: &Path) -> OwnedFd {
+        let path = CString::new(directory.as_os_str().as_bytes()).unwrap();
+        let flags = libc::O_RDONLY | libc::O_DIRECTORY;
+        sysapi::open_at(libc::AT_FDCWD, &path, flags).unwrap()
     }
 
     fn fill(directory: &Path) {
@@ -187,21 +171,21 @@ mod tests {
 
     #[test]
     fn what_was_cleared_is_given_to_the_next() {
-        let root = Directory::make("next");
-        fill(&root.0.join("sb-1"));
-        fs::create_dir(root.0.join("outside")).unwrap();
-        fs::write(root.0.join("outside/kept"), "").unwrap();
-        let (spares, top) = (Spares::default(), root.open(""));
+        let root = Directory::make("spares-next");
+        fill(&root.join("sb-1"));
+        fs::create_dir(root.join("outside")).unwrap();
+        fs::write(root.join("outside/kept"), "").unwrap();
+        let (spares, top) = (Spares::default(), open(&root));
         let furnish = |volume: &OwnedFd| sysapi::make_dir_at(volume.as_raw_fd(), c"u", 0o755);
         assert!(!spares.take(top.as_raw_fd(), "sb-2").unwrap());
         spares
-            .give_back(top.as_raw_fd(), "sb-1", &root.open("sb-1"), furnish)
+            .give_back(top.as_raw_fd(), "sb-1", &open(&root.join("sb-1")), furnish)
             .unwrap();
         assert_eq!(spares.wanted(), SPARES - 1);
-        assert!(!root.0.join("sb-1").exists());
-        assert!(root.0.join("outside/kept").exists());
+        assert!(!root.join("sb-1").exists());
+        assert!(root.join("outside/kept").exists());
         assert!(spares.take(top.as_raw_fd(), "sb-2").unwrap());
-        let inside: Vec<_> = fs::read_dir(root.0.join("sb-2"))
+        let inside: Vec<_> = fs::read_dir(root.join("sb-2"))
             .unwrap()
             .map(|entry| entry.unwrap().file_name())
             .collect();
@@ -211,11 +195,11 @@ mod tests {
 
     #[test]
     fn a_name_that_is_taken_costs_no_spare() {
-        let root = Directory::make("taken");
-        let (spares, top) = (Spares::default(), root.open(""));
-        fs::create_dir(root.0.join("sb-1")).unwrap();
+        let root = Directory::make("spares-taken");
+        let (spares, top) = (Spares::default(), open(&root));
+        fs::create_dir(root.join("sb-1")).unwrap();
         let name = spares.new_name();
-        fs::create_dir(root.0.join(&name)).unwrap();
+        fs::create_dir(root.join(&name)).unwrap();
         spares.add(&name).unwrap();
         let taken = spares.take(top.as_raw_fd(), "sb-1").unwrap_err();
         assert_eq!(taken.kind(), io::ErrorKind::AlreadyExists);
@@ -224,30 +208,30 @@ mod tests {
 
     #[test]
     fn too_much_to_clear_is_to_be_deleted() {
-        let root = Directory::make("much");
-        let (spares, top) = (Spares::default(), root.open(""));
+        let root = Directory::make("spares-much");
+        let (spares, top) = (Spares::default(), open(&root));
         for number in 0..=MOST_ENTRIES {
-            fs::create_dir_all(root.0.join(format!("sb-1/{number}"))).unwrap();
+            fs::create_dir_all(root.join(format!("sb-1/{number}"))).unwrap();
         }
         let deep = "d/".repeat(MAX_DEPTH + 1);
-        fs::create_dir_all(root.0.join("sb-2").join(deep)).unwrap();
+        fs::create_dir_all(root.join("sb-2").join(deep)).unwrap();
         for name in ["sb-1", "sb-2"] {
             let left = spares
-                .give_back(top.as_raw_fd(), name, &root.open(name), |_| Ok(()))
+                .give_back(top.as_raw_fd(), name, &open(&root.join(name)), |_| Ok(()))
                 .unwrap_err();
             assert!(left.starts_with(USED), "{left}");
-            assert!(root.0.join(left).exists());
+            assert!(root.join(left).exists());
         }
         assert_eq!(spares.wanted(), SPARES);
     }
 
     #[test]
     fn a_later_spawner_finds_the_spares_and_what_was_being_cleared() {
-        let root = Directory::make("later");
+        let root = Directory::make("spares-later");
         for name in [".spare-7", ".used-9", "sb-1", ".spare-x"] {
-            fs::create_dir(root.0.join(name)).unwrap();
+            fs::create_dir(root.join(name)).unwrap();
         }
-        let (spares, top) = (Spares::default(), root.open(""));
+        let (spares, top) = (Spares::default(), open(&root));
         assert_eq!(spares.find(top.as_raw_fd()).unwrap(), [".used-9"]);
         assert_eq!(spares.wanted(), SPARES - 1);
         assert_eq!(spares.new_name(), ".spare-10");
