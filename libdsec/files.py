@@ -18,7 +18,7 @@ from yarl import URL
 from libdsec.errors import FileNotFound
 from libdsec.paths import SandboxPath, path_bytes
 from libdsec.schema import FileEvent, FileInfo, TarSummary
-from libdsec.streams import pieces
+from libdsec.streams import body_of
 from libdsec.tar import OutsideLinks, file_chunks, in_thread, pack, unpack
 from libdsec.transport import OCTETS, Answer, QueryValue, Transport
 
@@ -95,8 +95,8 @@ class Files:
         and is then neither atomic nor safe to repeat; without it a repetition is safe.
         """
         if append:
-            return await self._put(path, pieces(data), mode, user, append)
-        return await self._transport.repeat(lambda: self._put(path, pieces(data), mode, user, append))
+            return await self._put(path, body_of(data), mode, user, append)
+        return await self._transport.repeat(lambda: self._put(path, body_of(data), mode, user, append))
 
     async def write_stream(
         self, path: SandboxPath, source: AsyncIterable[bytes], *, mode: int | None = None, user: str | None = None, append: bool = False

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from libdsec.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from libdsec.schema import CommandResult, ProcessInfo, PtySize, SignalRequest
-from libdsec.streams import ByteSource, pieces
+from libdsec.streams import ByteSource, body_of
 from libdsec.transport import OCTETS, Answer, Transport, encode
 
 _command_result = Answer(CommandResult)
@@ -117,7 +117,7 @@ class Process:
 
     async def _put_stdin(self, data: ByteSource, *, eof: bool) -> None:
         url = self._transport.at(f"{self._path}/stdin", {"eof": eof})
-        async with self._transport.request("PUT", url, data=pieces(data), headers={"Content-Type": OCTETS}) as response:
+        async with self._transport.request("PUT", url, data=body_of(data), headers={"Content-Type": OCTETS}) as response:
             await response.read()
 
     async def resize(self, rows: int, cols: int) -> None:

@@ -58,7 +58,7 @@ from libdsec.schema import (
     State,
 )
 from libdsec.signing import port_url
-from libdsec.streams import ByteSource, pieces, whole
+from libdsec.streams import ByteSource, body_of, whole
 from libdsec.transport import OCTETS, Answer, Retry, Transport, encode
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ class Sandbox:
         try:
             await self._until_started(path)
             url = self._transport.at(f"{path}/stdin", {"eof": True})
-            async with self._transport.request("PUT", url, data=pieces(stdin), headers={"Content-Type": OCTETS}) as response:
+            async with self._transport.request("PUT", url, data=body_of(stdin), headers={"Content-Type": OCTETS}) as response:
                 await response.read()
         except Unavailable:
             raise

@@ -1,4 +1,4 @@
-"""Bytes in and out of the SDK: what callers may pass as content, cut into pieces that the event loop sends without stalling."""
+"""Bytes in and out of the SDK: what callers may pass as content, in the forms that a request sends without stalling."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ def whole(source: ByteSource) -> bytes | memoryview | None:
     return None
 
 
-def pieces(source: ByteSource) -> bytes | AsyncIterable[bytes]:
-    """The content in a form that can be a request's body: small bytes as they are, everything else as a stream of pieces."""
+def body_of(source: ByteSource) -> bytes | AsyncIterable[bytes]:
+    """The content in a form that can be a request's body: small bytes as they are, everything else as a stream."""
     content = whole(source)
     if content is None:
         assert not isinstance(source, bytes | bytearray | memoryview | str)
         return source
-    return bytes(content) if len(content) <= SEND_CHUNK else _slices(content)
+    return bytes(content) if len(content) <= SEND_CHUNK else _once(content)
 
 
-async def _slices(content: bytes | memoryview) -> AsyncIterator[bytes]:
-    view = memoryview(content)
-    for start in range(0, len(view), SEND_CHUNK):
-        yield view[start : start + SEND_CHUNK]  # type: ignore[misc]  # a bytes-like object is what the socket takes
+async def _once(content: bytes | memoryview) -> AsyncIterator[bytes]:
+    yield content  # type: ignore[misc]  # a bytes-like object is what the socket takes

@@ -67,6 +67,15 @@ class LimitedHttp(HttpToolsProtocol):
         cast(dict[str, object], self.scope)["dsec.connected"] = self._is_connected
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        cycle = self.cycle
+        if cycle is None or cycle.body or cycle.response_complete:
+            super().on_body(body)
+            return
+        # uvicorn appends to a bytearray and copies that once more for the application. What waits alone is handed on as it is.
+        cycle.body = body  # type: ignore[assignment]  # bytes take += and bytes() as well
+        super().on_body(b"")
+
     def on_message_complete(self) -> None:
         self._in_head = True
         super().on_message_complete()

@@ -154,11 +154,14 @@ _decode_error = msgspec.msgpack.Decoder(_Error).decode
 _decode_listing = msgspec.msgpack.Decoder(list[ExecEntry]).decode
 
 
-def _frame(stream: int, kind: int, arg: int = 0, payload: bytes | memoryview = b"") -> bytes:
-    """One frame, its header in the widest form."""
-    length = len(payload)
-    header = _HEADER.pack(_HEADER.size - _PREFIX + length, _ARRAY_OF_4, _U32, stream, kind, _U64, arg, _BIN32, length)
-    return b"".join((header, payload))
+def _header(stream: int, kind: int, arg: int, length: int) -> bytes:
+    """What comes before a payload of ``length`` bytes, in the widest form."""
+    return _HEADER.pack(_HEADER.size - _PREFIX + length, _ARRAY_OF_4, _U32, stream, kind, _U64, arg, _BIN32, length)
+
+
+def _frame(stream: int, kind: int, arg: int = 0, payload: bytes = b"") -> bytes:
+    """One frame."""
+    return _header(stream, kind, arg, len(payload)) + payload
 
 
 class _Receiver:
@@ -412,7 +415,7 @@ class Stream(_Receiver):
                 continue
             count = min(self._credit, len(view), PIECE_BYTES)
             self._credit -= count
-            self._channel.send(_frame(self.id, _STDIN, 0, view[:count]))
+            self._channel.send(_header(self.id, _STDIN, 0, count), view[:count])
             view = view[count:]
 
     async def _wait_writable(self) -> None:
@@ -656,11 +659,11 @@ class Channel(asyncio.BufferedProtocol):
             frames += _frame(watch, _ATTACH, 0, _encode(_Attach(exec_id=exec_id)))
         self.send(frames)
 
-    def send(self, data: bytes) -> None:
-        """Hands frames to the transport. Raises ChannelLost."""
+    def send(self, *pieces: bytes | memoryview) -> None:
+        """Hands frames to the transport, which keeps what it can't write at once: no piece may change later. Raises ChannelLost."""
         if self._lost is not None or self._transport is None:
             raise self._lost or ChannelLost("not connected")
-        self._transport.write(data)
+        self._transport.writelines(pieces)
 
     async def drained(self) -> None:
         """Returns when the transport takes more."""

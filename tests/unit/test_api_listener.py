@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
@@ -62,6 +64,27 @@ async def test_a_head_without_end_is_refused_before_anybody_is_authenticated() -
         answer = await talk(url, b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: ", b"a" * (HEADER_LIMIT + 1))
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert str(HEADER_LIMIT).encode() in answer
+
+
+async def test_a_body_arrives_as_it_was_sent_however_it_is_cut() -> None:
+    body = random.Random(1).randbytes(3_000_000)
+    received = bytearray()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        more = True
+        while more:
+            message = await receive()
+            received.extend(message["body"])
+            more = message["more_body"]
+            await asyncio.sleep(0.001)  # what arrives meanwhile is collected
+        await hello(scope, receive, send)
+
+    cuts = [0, 1, 2, 1000, 70_000, 70_001, 1_000_000, 2_999_999, len(body)]
+    head = f"PUT / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with listening(slow) as (_, url):
+        answer = await talk(url, head, *(body[start:end] for start, end in itertools.pairwise(cuts)))
+    assert answer.endswith(b"hello")
+    assert bytes(received) == body
 
 
 async def test_a_large_body_is_no_large_head() -> None:

@@ -14,6 +14,7 @@ from sdk_server import FakeServer
 from libdsec import FileError, FileNotFound, InvalidArgument, Sandbox, Unavailable
 from libdsec.files import Files
 from libdsec.tar import pack
+from libdsec.transport import SEND_CHUNK
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ async def test_what_no_path_can_be_is_refused_here(files: Files, path: str | byt
         await files.read(path)
 
 
-@pytest.mark.parametrize("size", [0, 1, (1 << 20) + 1, 5 << 20])
+@pytest.mark.parametrize("size", [0, 1, SEND_CHUNK, SEND_CHUNK + 1, 5 << 20])
 async def test_content_of_any_size_comes_back_as_it_was(files: Files, size: int) -> None:
     content = os.urandom(size)
     await files.write("/f", content)
@@ -55,6 +56,17 @@ async def test_content_of_any_size_comes_back_as_it_was(files: Files, size: int)
     assert b"".join([chunk async for chunk in files.read_stream("/f")]) == content
     await files.write("/f", memoryview(content))
     assert await files.read("/f") == content
+
+
+async def test_a_stream_of_pieces_of_any_size_comes_back_as_it_was(files: Files) -> None:
+    pieces = [os.urandom(size) for size in (1, SEND_CHUNK, SEND_CHUNK + 1, 3 * SEND_CHUNK, 10)]
+
+    async def source() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    await files.write_stream("/f", source())
+    assert await files.read("/f") == b"".join(pieces)
 
 
 async def test_text_mode_user_and_append_are_passed_on(server: FakeServer, files: Files) -> None:

@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::{self, File, Metadata, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -63,8 +63,22 @@ fn refuse_irregular(metadata: &Metadata, name: &[u8]) -> Result<()> {
     ))
 }
 
-/// Moves up to `limit` bytes between two files of which one is a pipe. Pages aren't copied more than they must; where the kernel can't
-/// splice (much of /proc, files opened for appending) they are.
+/// Writes what standard input still brings to the end of what `file` holds. Not by splice: that keeps the pipe locked while the file's
+/// filesystem takes the pages, and chronus spins at the other end.
+fn drain_into(file: &mut File) -> io::Result<()> {
+    let mut buffer = vec![0; COPY_SIZE];
+    loop {
+        match stdin().read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(count) => file.write_all(&buffer[..count])?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Moves up to `limit` bytes from a file into a pipe. Pages aren't copied more than they must; where the kernel can't splice (much of
+/// /proc) they are.
 pub fn pour(from: &mut File, to: &mut File, limit: u64) -> io::Result<u64> {
     let mut moved = 0;
     while moved < limit {
@@ -171,14 +185,14 @@ fn append(target: &Path, arguments: &BuiltinArgs) -> io::Result<u64> {
         .create(true)
         .mode(arguments.mode.unwrap_or(0o666))
         .open(target)?;
-    pour(&mut stdin(), &mut file, u64::MAX)?;
+    drain_into(&mut file)?;
     set_mode(&file, arguments.mode)?;
     Ok(file.metadata()?.size())
 }
 
 fn overwrite(target: &Path, arguments: &BuiltinArgs) -> io::Result<u64> {
     let mut file = OpenOptions::new().write(true).truncate(true).open(target)?;
-    pour(&mut stdin(), &mut file, u64::MAX)?;
+    drain_into(&mut file)?;
     set_mode(&file, arguments.mode)?;
     Ok(file.metadata()?.size())
 }
@@ -250,7 +264,7 @@ impl Draft {
     }
 
     fn fill(&mut self, existing: Option<&Metadata>, arguments: &BuiltinArgs) -> io::Result<u64> {
-        pour(&mut stdin(), &mut self.file, u64::MAX)?;
+        drain_into(&mut self.file)?;
         if let Some(metadata) = existing {
             // Only root may give files away; anybody else's new file stays their own.
             let _own_file =
