@@ -8,7 +8,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from bench import ours
+from bench import memory, ours
 from bench.claim import Claim, Outcome, Setting
 from dsec.demo import footprint
 from libdsec import Sandbox
@@ -22,6 +22,8 @@ SETTLE_S = 8.0
 """Pause before kernel memory is read: dead cgroups and namespaces are freed by workqueues and after RCU grace periods."""
 DROP_SLAB = "2"
 """For /proc/sys/vm/drop_caches: dentries and inodes, which the kernel keeps as a cache, don't count as kept by us."""
+MEMORY_MB = 1_024
+"""Touched before the cycles."""
 MB = 1 << 20
 
 
@@ -35,6 +37,7 @@ async def measure(setting: Setting) -> Outcome:
         journal_before = _journal_bytes(state)
         service_pid = service.instance.service_pid
         files_before, resident_before = footprint.open_files(service_pid), footprint.resident(service_pid)
+        await memory.warm(setting, MEMORY_MB)
         done_at = await _churn(service, cycles, live)
         left = await service.gone()
         kernel_after = await _settled_kernel_memory()

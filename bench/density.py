@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from bench import ours
+from bench import memory, ours
 from bench.claim import Claim, Outcome, Setting, median, rounded
 from dsec.demo import footprint
 from libdsec import Sandbox
@@ -16,6 +16,8 @@ EDGE_OF_RATE = 200
 COMMANDS_AT_ONCE = 64
 SETTLE_S = 3.0
 """Pause before MemAvailable is read: per-CPU caches and RCU callbacks of the creates drain."""
+MEMORY_MB = 4_096
+"""Touched before each round."""
 MB = 1 << 20
 
 
@@ -31,6 +33,7 @@ async def measure(setting: Setting) -> Outcome:
 
 async def _round(setting: Setting, count: int, edge: int) -> dict[str, float]:
     """One service filled and emptied."""
+    await memory.warm(setting, MEMORY_MB)
     async with ours.running(setting, "density", scratch_mb=8_192) as service:
         await asyncio.sleep(SETTLE_S)
         available = footprint.memory_available()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from bench import ours, peer
+from bench import memory, ours, peer
 from bench.claim import Claim, Outcome, Setting, median, rounded
 
 SANDBOXES = 500
 CONTAINERS = 48
 """Docker's share of a round: enough for a steady rate at a hundredth of ours."""
+MEMORY_MB = 1_024
+"""Touched before each measurement."""
 
 
 async def measure(setting: Setting) -> Outcome:
@@ -18,7 +20,9 @@ async def measure(setting: Setting) -> Outcome:
     our_rates, peer_rates, peer_runs = [], [], []
     async with ours.running(setting, "start") as service, peer.running(setting.root_tar, setting.parent) as docker:
         for _ in range(setting.rounds):
+            await memory.warm(setting, MEMORY_MB)
             our_rates.append(await _our_rate(service, count))
+            await memory.warm(setting, MEMORY_MB)
             runs_per_s, pairs_per_s = await _peer_rates(docker, containers)
             peer_runs.append(runs_per_s)
             peer_rates.append(pairs_per_s)

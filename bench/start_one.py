@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
-from bench import ours, peer
+from bench import memory, ours, peer
 from bench.claim import Claim, Outcome, Setting, median, percentile, rounded
 
 SANDBOXES = 60
 CONTAINERS = 12
+MEMORY_MB = 512
+"""Touched before each round."""
 
 
 async def measure(setting: Setting) -> Outcome:
@@ -16,6 +18,7 @@ async def measure(setting: Setting) -> Outcome:
     our_p50, our_p99, peer_p50 = [], [], []
     async with ours.running(setting, "start-one") as service, peer.running(setting.root_tar, setting.parent) as docker:
         for _ in range(setting.rounds):
+            await memory.warm(setting, MEMORY_MB)
             times = [await _our_time(service) for _ in range(count)]
             our_p50.append(median(times))
             our_p99.append(percentile(times, 0.99))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench import peer, report
-from bench.claim import Claim, Outcome, Setting, judge, missed_floors, percentile
+from bench import memory, peer, report
+from bench.claim import Claim, Outcome, Setting, WrongAnswer, judge, missed_floors, percentile
 
 
 async def _unused(setting: Setting) -> Outcome:
@@ -68,3 +69,11 @@ def test_the_report_shows_missed_figures_and_writes_its_plot(tmp_path: Path) -> 
     report.write(tmp_path / "report.md", [result], {"example": CLAIM})
     assert "| example | growth_mb | 100 | <= 50 | **missed** |" in (tmp_path / "report.md").read_text()
     assert "example growth_mb" in (tmp_path / "report.svg").read_text()
+
+
+async def test_memory_is_touched_before_a_measurement_but_not_in_a_smoke_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    await memory.warm(setting(), 8)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    await memory.warm(setting(quick=True), 8)
+    with pytest.raises(WrongAnswer):
+        await memory.warm(setting(), 8)
