@@ -398,8 +398,9 @@ class Stream(_Receiver):
                 self._channel.send(_frame(self.id, _CREDIT, self._taken[source], b"\x01" if source == 1 else b"\x02"))
                 self._taken[source] = 0
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Sends standard input; returns when all is handed to the connection. What nobody reads is swallowed, also after the end.
+    async def write(self, data: bytes | memoryview) -> None:
+        """Sends standard input, which must not change any more; returns when all is handed to the connection. What nobody reads is
+        swallowed, also after the end.
 
         Raises ChannelLost.
         """

@@ -63,8 +63,8 @@ fn refuse_irregular(metadata: &Metadata, name: &[u8]) -> Result<()> {
     ))
 }
 
-/// Writes what standard input still brings to the end of what `file` holds. Not by splice: that keeps the pipe locked while the file's
-/// filesystem takes the pages, and chronus spins at the other end.
+/// Writes all that standard input brings into `file`. Not by splice: that keeps the pipe locked while the file's filesystem takes the
+/// pages, and chronus spins at the other end.
 fn drain_into(file: &mut File) -> io::Result<()> {
     let mut buffer = vec![0; COPY_SIZE];
     loop {
