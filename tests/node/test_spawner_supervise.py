@@ -45,6 +45,9 @@ told = {"pid": os.getpid(), "uids": os.getresuid(), "gids": os.getresgid(), "gro
 with open(run + "/ready.part", "w") as file:
     json.dump(told, file)
 os.rename(run + "/ready.part", run + "/ready")
+if "die once" in rest and not os.path.exists(state + "/died"):
+    open(state + "/died", "x").close()
+    os.kill(os.getpid(), signal.SIGKILL)
 while not stopping.wait(3600):
     pass
 os.unlink(run + "/ready")
@@ -209,6 +212,12 @@ def test_a_killed_service_is_started_again_and_its_children_end_with_it(instance
     os.kill(service, signal.SIGKILL)
     instance.told(not_pid=service)
     eventually(lambda: child not in instance.pids(), "the end of the service's child")
+
+
+def test_a_service_that_dies_as_soon_as_it_is_ready_is_started_again(instance: Supervised) -> None:
+    instance.start("die once")
+    eventually(lambda: (instance.state / "died").exists() and instance.told(), "the second service")
+    assert instance.process is not None and instance.process.poll() is None
 
 
 def test_a_killed_spawner_is_started_again_without_the_service_noticing(instance: Supervised) -> None:

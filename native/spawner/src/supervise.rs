@@ -204,6 +204,8 @@ impl Supervisor<'_> {
     }
 
     fn take_note_of_deaths(&mut self) -> Result<(), String> {
+        // What it told before it died counts, also if nobody looked in between.
+        self.advance();
         if let Some(what) = self.spawner.collect()? {
             if self.stage == Stage::Spawner {
                 return Err(format!(
