@@ -25,8 +25,12 @@ async def warm(setting: Setting, megabytes: int) -> None:
         return
     # In a process of its own: the call that touches the pages holds the interpreter.
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "bench.memory", str(megabytes))
-    if await process.wait() != 0:
-        raise WrongAnswer(f"{megabytes} MB of memory could not be touched")
+    try:
+        if await process.wait() != 0:
+            raise WrongAnswer(f"{megabytes} MB of memory could not be touched")
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 def _touch(megabytes: int) -> None:

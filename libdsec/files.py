@@ -106,7 +106,7 @@ class Files:
         return await self._put(path, source, mode, user, append)
 
     async def _put(
-        self, path: SandboxPath, data: bytes | AsyncIterable[bytes], mode: int | None, user: str | None, append: bool
+        self, path: SandboxPath, data: bytes | AsyncIterable[bytes | memoryview], mode: int | None, user: str | None, append: bool
     ) -> FileInfo:
         octal = None if mode is None else f"{mode:o}"
         url = self._transport.at(self._path, {"path": self._absolute(path), "mode": octal, "user": user, "append": append or None})

@@ -22,7 +22,7 @@ def whole(source: ByteSource) -> bytes | memoryview | None:
     return None
 
 
-def body_of(source: ByteSource) -> bytes | AsyncIterable[bytes]:
+def body_of(source: ByteSource) -> bytes | AsyncIterable[bytes | memoryview]:
     """The content in a form that can be a request's body: small bytes as they are, everything else as a stream."""
     content = whole(source)
     if content is None:
@@ -31,5 +31,5 @@ def body_of(source: ByteSource) -> bytes | AsyncIterable[bytes]:
     return bytes(content) if len(content) <= SEND_CHUNK else _once(content)
 
 
-async def _once(content: bytes | memoryview) -> AsyncIterator[bytes]:
-    yield content  # type: ignore[misc]  # a bytes-like object is what the socket takes
+async def _once(content: bytes | memoryview) -> AsyncIterator[bytes | memoryview]:
+    yield content

@@ -285,7 +285,12 @@ class Transport:
 
     @asynccontextmanager
     async def request(
-        self, method: str, url: URL, *, data: bytes | AsyncIterable[bytes] | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        url: URL,
+        *,
+        data: bytes | AsyncIterable[bytes | memoryview] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """One attempt, answered by a response whose body is still to be read. Raises what the server answers; Unavailable when the
         connection fails, also while the body is being read inside the ``async with``."""
@@ -356,11 +361,11 @@ class _Source:
     """A request body from the caller in chunks that can be sent at once, remembering what the caller raised: that isn't a failure of the
     connection."""
 
-    def __init__(self, items: AsyncIterable[bytes]) -> None:
+    def __init__(self, items: AsyncIterable[bytes | memoryview]) -> None:
         self._items = items
         self.failure: Exception | None = None
 
-    async def __aiter__(self) -> AsyncGenerator[bytes, None]:
+    async def __aiter__(self) -> AsyncGenerator[bytes | memoryview, None]:
         try:
             async for item in self._items:
                 if len(item) <= SEND_CHUNK:
@@ -368,7 +373,7 @@ class _Source:
                     continue
                 view = memoryview(item)
                 for start in range(0, len(view), SEND_CHUNK):
-                    yield view[start : start + SEND_CHUNK]  # type: ignore[misc]  # a bytes-like object is what the socket takes
+                    yield view[start : start + SEND_CHUNK]
         except Exception as failure:
             self.failure = failure
             raise

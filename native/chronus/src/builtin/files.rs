@@ -16,7 +16,7 @@ use crate::kernel::{self, check, check_size, errno};
 
 /// Standard output and input are enlarged to this.
 pub const PIPE_SIZE: usize = 1 << 20;
-/// What one copy moves where splice can't.
+/// What one copy moves.
 const COPY_SIZE: usize = 256 << 10;
 /// Symlinks followed before a path counts as a loop; the kernel's own limit.
 const SYMLINKS_MAX: usize = 40;
@@ -79,7 +79,7 @@ fn drain_into(file: &mut File) -> io::Result<()> {
 
 /// Moves up to `limit` bytes from a file into a pipe. Pages aren't copied more than they must; where the kernel can't splice (much of
 /// /proc) they are.
-pub fn pour(from: &mut File, to: &mut File, limit: u64) -> io::Result<u64> {
+fn pour(from: &mut File, to: &mut File, limit: u64) -> io::Result<u64> {
     let mut moved = 0;
     while moved < limit {
         match splice(from.as_raw_fd(), to.as_raw_fd(), limit - moved) {
