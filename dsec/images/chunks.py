@@ -21,14 +21,15 @@ import zstandard
 
 from libdsec.errors import ImageError
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
+"""Of a blob of up to 256 GiB: `cold-burst` fetches 27% less with it than with 1 MiB and writes 30% less, as small files are far apart."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 4 << 10, 16 << 20
 """A reader keeps some whole chunks in memory, so a table can't ask for any size."""
-COUNT_MAX = 1 << 24
-"""Chunks of one blob: 16 TiB, EROFS' own limit, in chunks of the default size."""
+COUNT_MAX = 1 << 20
+"""Chunks of one blob: 16 TiB, EROFS' own limit, in the largest ones; a table of 48 MiB."""
 ZSTD_LEVEL = 3
 """Measured on a 1 GB root with a compiler, two busy cores: level 1 197 MB/s to 29.5%, 3 198 MB/s to 26.5%, 6 79 MB/s to 24.9%, 9 26 MB/s to
-24.6%. Chunks of 256 KiB instead of 1 MiB cost 1.3% more, of 4 MiB 1.3% less."""
+24.6%, all in chunks of 1 MiB. Chunks of 256 KiB cost 1.3% more, of 4 MiB 1.3% less."""
 KEEP_RATIO = 0.97
 """A frame larger than this share of its chunk isn't worth unpacking: the chunk is stored as it is."""
 
@@ -91,9 +92,10 @@ class ChunkTable:
             end += chunk.length
         return table
 
-    def unpack(self, index: int, frame: bytes) -> bytes:
+    def unpack(self, index: int, frame: bytes | memoryview) -> bytes | memoryview:
         """The content of a chunk. Raises ImageError where it isn't what the table promises."""
         chunk, length = self.chunks[index], self.length_of(index)
+        content: bytes | memoryview
         match chunk.flags:
             case 2:
                 content = bytes(length)
@@ -106,7 +108,7 @@ class ChunkTable:
         return content
 
 
-def unpack_frame(frame: bytes, size: int, what: str) -> bytes:
+def unpack_frame(frame: bytes | memoryview, size: int, what: str) -> bytes:
     """The content of a zstd frame, whose header must promise ``size`` bytes (Frame_Content_Size of RFC 8878): the library makes room for as
     many as that says, whatever ``max_output_size`` is. Raises ImageError that begins with ``what``."""
     try:
@@ -127,8 +129,11 @@ def pack(
     threads: int = os.cpu_count() or 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> ChunkTable:
-    """Writes the frames of ``source`` to ``target``. Blocks. ``progress``: told the bytes of the source that are done. Raises OSError."""
+    """Writes the frames of ``source`` to ``target``. Blocks. ``chunk_bytes``: doubled until ``COUNT_MAX`` chunks hold the source.
+    ``progress``: told the bytes of the source that are done. Raises OSError."""
     size = source.stat().st_size
+    while size > chunk_bytes * COUNT_MAX:
+        chunk_bytes *= 2
     chunks: list[Chunk] = []
     end = 0
     with source.open("rb") as reading, target.open("wb") as writing, ThreadPoolExecutor(threads) as pool:

@@ -233,7 +233,7 @@ def _ranges(table: ChunkTable, missing: Sequence[int]) -> list[list[int]]:
     return ranges
 
 
-def _write_chunks(begun: Path, table: ChunkTable, chunks: Sequence[int], data: bytes) -> None:
+def _write_chunks(begun: Path, table: ChunkTable, chunks: Sequence[int], data: memoryview) -> None:
     """Checks and writes chunks whose frames are ``data``. Raises ImageError."""
     start = table.chunks[chunks[0]].offset
     with begun.open("r+b") as file:

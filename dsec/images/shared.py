@@ -111,7 +111,7 @@ class Blobs(Protocol):
     async def get(self, key: str, limit: int = DOCUMENT_LIMIT) -> bytes:
         """An object's content. Raises BlobMissing, and BlobTooLarge for one that has more than ``limit`` bytes."""
 
-    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+    async def get_range(self, key: str, offset: int, length: int) -> memoryview:
         """Exactly ``length`` (1 or more) bytes. Raises BlobMissing, also where the object is shorter."""
 
     async def stat(self, key: str) -> Listed | None:
@@ -247,9 +247,9 @@ class ObjectBlobs:
         except Exception as failure:
             raise self._translated(failure, f"reading {key}") from failure
 
-    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+    async def get_range(self, key: str, offset: int, length: int) -> memoryview:
         try:
-            data = bytes(await obstore.get_range_async(self._store, key, start=offset, length=length))
+            data = memoryview(await obstore.get_range_async(self._store, key, start=offset, length=length))
         except Exception as failure:
             error = self._translated(failure, f"reading {key}")
             # A range behind the end is an error without a class of its own.

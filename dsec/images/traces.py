@@ -17,7 +17,7 @@ from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
 from libdsec.errors import InvalidArgument, NoCapacity, Unavailable
 
 ENTRIES_MAX = 200_000
-"""200 GB in chunks of 1 MiB: more isn't fetched ahead of anything."""
+"""50 GB in chunks of 256 KiB: more isn't fetched ahead of anything."""
 LIMIT = 16 << 20
 """Bytes of a trace's file."""
 MISSING_FRESH_S = 60.0

@@ -64,7 +64,7 @@ class Held(DirectoryBlobs):
         self.cut = False
         self.now = self.most = 0
 
-    async def get_range(self, key: str, offset: int, length: int) -> bytes:
+    async def get_range(self, key: str, offset: int, length: int) -> memoryview:
         self.now += length
         self.most = max(self.most, self.now)
         try:

@@ -366,7 +366,7 @@ async def test_a_pull_that_broke_off_goes_on_where_it_was(tmp_path: Path, a: Nod
         left = 3
         asked = 0
 
-        async def get_range(self, key: str, offset: int, length: int) -> bytes:
+        async def get_range(self, key: str, offset: int, length: int) -> memoryview:
             if self.left == 0:
                 raise Unavailable("cut")
             self.left -= 1

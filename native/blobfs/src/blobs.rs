@@ -20,15 +20,17 @@ use crate::fetch;
 use crate::flights::{Flights, Neighbours, Priority};
 use crate::lru::Lru;
 use crate::pending::Pending;
-use crate::readahead::Readers;
+use crate::readahead::{Ahead, Readers};
 use crate::table::{Invalid, Kind, Table};
 
 /// What is counted as needed by readers: pages.
 const BLOCK: u64 = 4096;
-/// Chunks that couldn't be kept are held in memory for their next readers: a chunk is read in pieces.
-const RECENT: usize = 8;
+/// Bytes of chunks that couldn't be kept and are held in memory for their next readers: a chunk is read in pieces. At least one chunk is.
+const RECENT: usize = 8 << 20;
 /// A blob's failures are told at most this often: every reader would tell the same.
 const FAILURES_EVERY: Duration = Duration::from_secs(1);
+/// That chunks can't be kept is told at most this often: on a disk that is nearly full every other one fits.
+const FULL_EVERY: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -152,8 +154,8 @@ struct State {
     pins: HashMap<Key, u32>,
     recent: VecDeque<(Key, Arc<Vec<u8>>)>,
     link: Option<UnixStream>,
-    /// Whether it was said that the disk is full.
-    said_full: bool,
+    /// When it was last told that chunks can't be kept.
+    said_full: Option<Instant>,
 }
 
 /// Figures of one blob; bytes.
@@ -421,7 +423,7 @@ impl Blobs {
                 pins: HashMap::new(),
                 recent: VecDeque::new(),
                 link: None,
-                said_full: false,
+                said_full: None,
             }),
             busy: Condvar::new(),
             device,
@@ -512,7 +514,7 @@ impl Blobs {
             file: Arc::new(file),
             sealed,
             leaving: false,
-            readers: Readers::default(),
+            readers: Readers::of(table.chunk_bytes),
             trace: None,
             pages: vec![0; table.size.div_ceil(BLOCK * 64) as usize],
             needed: 0,
@@ -787,7 +789,6 @@ impl Blobs {
         let (table, file) = (blob.table.clone(), blob.file.clone());
         let chunks = table.chunks_of(offset, length);
         let (first, last) = (*chunks.start(), *chunks.end());
-        let ahead = blob.readers.reads(first, last);
         let mut there = Vec::with_capacity(2);
         let mut missing = Vec::new();
         for chunk in chunks {
@@ -797,6 +798,11 @@ impl Blobs {
                 Chunk::Absent | Chunk::Kept => missing.push(key),
             }
         }
+        let is_first = missing.iter().any(|key| !state.flights.has(*key));
+        let Ahead {
+            chunks: ahead,
+            fetch,
+        } = blob.readers.reads(first, last, is_first);
         for key in &there {
             if !blob.sealed && blob.chunks[key.chunk as usize] == Chunk::Present {
                 state.lru.touch(*key);
@@ -850,7 +856,7 @@ impl Blobs {
                 recent,
             }
         };
-        for chunk in ahead {
+        for chunk in ahead.take_while(|_| fetch) {
             let key = Key { node, chunk };
             jobs.extend(state.want(key, Priority::Ahead, None));
         }
@@ -1068,7 +1074,6 @@ impl Blobs {
         }
         match kept {
             Ok(()) => {
-                state.said_full = false;
                 if !sealed {
                     state.lru.touch(key);
                 }
@@ -1120,17 +1125,21 @@ impl Blobs {
     ) {
         let waiters = state.flights.land(key);
         let content = Arc::new(content);
-        if state.recent.len() == RECENT {
-            state.recent.pop_front();
-        }
         state.recent.push_back((key, content.clone()));
+        let mut held: usize = state.recent.iter().map(|(_, one)| one.len()).sum();
+        while held > RECENT && state.recent.len() > 1 {
+            held -= state.recent.pop_front().map_or(0, |(_, one)| one.len());
+        }
         self.send(&mut state);
-        let first = !std::mem::replace(&mut state.said_full, true);
+        let is_due = state.said_full.is_none_or(|at| at.elapsed() >= FULL_EVERY);
+        if is_due {
+            state.said_full = Some(Instant::now());
+        }
         drop(state);
         waiters
             .iter()
             .for_each(|waiter| waiter.supply(start, &content));
-        if first {
+        if is_due {
             let reason = format!("chunks can't be kept, and are fetched each time: {error}");
             eprintln!("dsec-blobfs: {reason}");
             self.tell([Event::Uncached { reason }]);

@@ -1,8 +1,16 @@
 //! From a frame of the store to a chunk's content: decoded within bounds, and checked.
 
+use std::cell::RefCell;
+
 use sha2::{Digest, Sha256};
+use zstd::bulk::Decompressor;
 
 use crate::table::{Entry, Kind};
+
+thread_local! {
+    /// Made once: its memory costs as much as a twentieth of a chunk.
+    static DECODER: RefCell<Option<Decompressor<'static>>> = RefCell::new(Decompressor::new().ok());
+}
 
 /// Whether `content` is what the table promises.
 pub fn is_right(entry: &Entry, content: &[u8]) -> bool {
@@ -20,8 +28,12 @@ pub fn decode(entry: &Entry, length: u32, frame: Vec<u8>) -> Result<Vec<u8>, &'s
     let content = match entry.kind {
         Kind::Stored => frame,
         // No more than this is ever decoded: a frame that goes on is an error.
-        Kind::Zstd => zstd::bulk::decompress(&frame, length as usize)
-            .map_err(|_| "its frame can't be decoded within the chunk's length")?,
+        Kind::Zstd => DECODER.with_borrow_mut(|decoder| {
+            let decoder = decoder.as_mut().ok_or("there is no memory to decode it")?;
+            decoder
+                .decompress(&frame, length as usize)
+                .map_err(|_| "its frame can't be decoded within the chunk's length")
+        })?,
         Kind::Zeros => return Err("zeros have no frame"),
     };
     if content.len() != length as usize {

@@ -83,6 +83,10 @@ impl<K: Copy + Eq + Hash + Neighbours, W> Flights<K, W> {
         self.flights.is_empty()
     }
 
+    pub fn has(&self, key: K) -> bool {
+        self.flights.contains_key(&key)
+    }
+
     /// Whether the chunk is on its way; then `waiter` waits for it too, and it goes as fast as `priority` asks. Else the waiter comes back.
     pub fn join(&mut self, key: K, priority: Priority, waiter: Option<W>) -> Result<(), Option<W>> {
         let Some(flight) = self.flights.get_mut(&key) else {

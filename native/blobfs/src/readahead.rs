@@ -4,51 +4,81 @@ use std::ops::Range;
 
 /// Readers that are told apart in one blob.
 const STREAMS: usize = 16;
-/// The most chunks ahead of one reader.
-const MOST_AHEAD: u32 = 8;
+/// The most bytes ahead of one reader: 70 ms of 1 Gbit/s.
+const MOST_AHEAD: u32 = 8 << 20;
 
 #[derive(Clone, Copy)]
 struct Stream {
     /// The chunk that it is in.
     at: u32,
-    /// Chunks to have ahead; 0 until it has gone on from one chunk to the next.
+    /// Chunks to have ahead: as many as it has gone on by. Who stops has had no more fetched in vain than was read.
     ahead: u32,
     /// The end of what was named for it: nothing is named twice.
     named: u32,
+    /// Whether it has gone on to a chunk that nobody had asked for.
+    is_first: bool,
 }
 
-/// The readers of one blob, the most recent one last.
-#[derive(Default)]
-pub struct Readers(Vec<Stream>);
+/// What a reader will want next.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Ahead {
+    /// As far as they weren't named before; they may lie behind the blob's end.
+    pub chunks: Range<u32>,
+    /// Whether the store should be asked for them. Not for a reader that finds whatever it reads here or on its way: it reads what was recorded or
+    /// what others have read, and what lies behind that is not what it wants.
+    pub fetch: bool,
+}
+
+/// The readers of one blob.
+pub struct Readers {
+    /// The most recent one last.
+    streams: Vec<Stream>,
+    /// Chunks.
+    most_ahead: u32,
+}
 
 impl Readers {
-    /// A read of these chunks; returns those that its reader will want next, as far as they weren't named before (they may lie behind the blob's
-    /// end).
-    pub fn reads(&mut self, first: u32, last: u32) -> Range<u32> {
+    /// Of a blob in chunks of so many bytes.
+    pub fn of(chunk_bytes: u32) -> Readers {
+        Readers {
+            streams: Vec::new(),
+            most_ahead: (MOST_AHEAD / chunk_bytes).max(1),
+        }
+    }
+
+    /// A read of these chunks. `is_first`: nobody had asked for one of them before.
+    pub fn reads(&mut self, first: u32, last: u32, is_first: bool) -> Ahead {
         let known = self
-            .0
+            .streams
             .iter()
             .position(|stream| first == stream.at || first == stream.at + 1);
         let mut stream = match known {
-            Some(position) => self.0.remove(position),
+            Some(position) => self.streams.remove(position),
             None => Stream {
                 at: first,
                 ahead: 0,
                 named: 0,
+                is_first: false,
             },
         };
-        let mut next = 0..0;
+        let mut chunks = 0..0;
         if last > stream.at {
-            stream.ahead = (2 * stream.ahead).clamp(1, MOST_AHEAD);
+            if is_first && !stream.is_first {
+                stream.is_first = true;
+                // What was named until now wasn't fetched.
+                stream.named = 0;
+            }
+            stream.ahead = (stream.ahead + last - stream.at).min(self.most_ahead);
             stream.at = last;
-            next = stream.named.max(last + 1)..last + 1 + stream.ahead;
-            stream.named = next.end;
+            chunks = stream.named.max(last + 1)..last + 1 + stream.ahead;
+            stream.named = chunks.end;
         }
-        if self.0.len() == STREAMS {
-            self.0.remove(0);
+        let fetch = stream.is_first;
+        if self.streams.len() == STREAMS {
+            self.streams.remove(0);
         }
-        self.0.push(stream);
-        next
+        self.streams.push(stream);
+        Ahead { chunks, fetch }
     }
 }
 
@@ -56,38 +86,78 @@ impl Readers {
 mod tests {
     use super::*;
 
+    fn next(readers: &mut Readers, first: u32, last: u32) -> Range<u32> {
+        readers.reads(first, last, true).chunks
+    }
+
     #[test]
     fn a_reader_that_goes_on_gets_more_and_more_ahead() {
-        let mut readers = Readers::default();
-        assert!(readers.reads(10, 10).is_empty());
-        assert!(readers.reads(10, 10).is_empty());
-        assert_eq!(readers.reads(11, 11), 12..13);
-        assert!(readers.reads(11, 11).is_empty());
-        assert_eq!(readers.reads(12, 12), 13..15);
-        assert_eq!(readers.reads(13, 14), 15..19);
+        let mut readers = Readers::of(1 << 20);
+        assert!(next(&mut readers, 10, 10).is_empty());
+        assert!(next(&mut readers, 10, 10).is_empty());
+        assert_eq!(next(&mut readers, 11, 11), 12..13);
+        assert!(next(&mut readers, 11, 11).is_empty());
+        assert_eq!(next(&mut readers, 12, 12), 13..15);
+        assert_eq!(next(&mut readers, 13, 14), 15..19);
         for chunk in 15..30 {
-            readers.reads(chunk, chunk);
+            next(&mut readers, chunk, chunk);
         }
-        assert_eq!(readers.reads(30, 30), 30 + MOST_AHEAD..31 + MOST_AHEAD);
+        assert_eq!(next(&mut readers, 30, 30), 38..39);
+    }
+
+    #[test]
+    fn small_chunks_are_as_many_bytes_ahead_as_large_ones() {
+        for (chunk_bytes, most) in [(256 << 10, 32), (16 << 20, 1)] {
+            let mut readers = Readers::of(chunk_bytes);
+            for chunk in 0..100 {
+                next(&mut readers, chunk, chunk);
+            }
+            assert_eq!(next(&mut readers, 100, 100), 100 + most..101 + most);
+        }
+    }
+
+    #[test]
+    fn a_reader_of_what_is_there_fetches_nothing_until_it_goes_beyond() {
+        let mut readers = Readers::of(1 << 20);
+        readers.reads(7, 7, true);
+        assert!(!readers.reads(8, 8, false).fetch);
+        assert_eq!(
+            readers.reads(9, 9, false),
+            Ahead {
+                chunks: 10..12,
+                fetch: false
+            }
+        );
+        assert_eq!(
+            readers.reads(10, 10, true),
+            Ahead {
+                chunks: 11..14,
+                fetch: true
+            }
+        );
+        assert!(
+            readers.reads(11, 11, false).fetch,
+            "what it has fetched itself"
+        );
     }
 
     #[test]
     fn readers_are_told_apart_and_jumps_fetch_nothing() {
-        let mut readers = Readers::default();
+        let mut readers = Readers::of(1 << 20);
         for chunk in [5, 90, 40, 71, 12] {
-            assert!(readers.reads(chunk, chunk).is_empty());
+            assert!(next(&mut readers, chunk, chunk).is_empty());
         }
-        assert_eq!(readers.reads(41, 41), 42..43);
-        assert_eq!(readers.reads(6, 6), 7..8);
+        assert_eq!(next(&mut readers, 41, 41), 42..43);
+        assert_eq!(next(&mut readers, 6, 6), 7..8);
     }
 
     #[test]
     fn the_readers_of_long_ago_are_forgotten() {
-        let mut readers = Readers::default();
+        let mut readers = Readers::of(1 << 20);
         for chunk in 0..1000 {
-            readers.reads(3 * chunk, 3 * chunk);
+            next(&mut readers, 3 * chunk, 3 * chunk);
         }
-        assert_eq!(readers.0.len(), STREAMS);
-        assert!(readers.reads(1, 1).is_empty());
+        assert_eq!(readers.streams.len(), STREAMS);
+        assert!(next(&mut readers, 1, 1).is_empty());
     }
 }

@@ -8,7 +8,7 @@ const ENTRY: usize = 48;
 /// Chunks are powers of two within these bounds: a page at least, and so small that one can be held in memory while it is checked.
 const MIN_CHUNK: u32 = 4 << 10;
 const MAX_CHUNK: u32 = 16 << 20;
-/// 1 TiB at 1 MiB a chunk; a table of 48 MiB.
+/// 256 GiB at 256 KiB a chunk; a table of 48 MiB. Larger blobs have larger chunks.
 const MAX_COUNT: u32 = 1 << 20;
 
 /// How a chunk lies in the store.
