@@ -306,6 +306,16 @@ async def test_kill_everything_does_not_reach_chronus(chronus: ChronusProcess, c
     assert (await in_time(channel.run(sh("echo still here")))).stdout == b"still here\n"
 
 
+async def test_under_memory_pressure_commands_go_before_chronus(chronus: ChronusProcess, channel: Channel) -> None:
+    stream = await channel.start(sh("exec sleep 1000", mode=MODE_STREAM), follow=True)
+    assert (await in_time(channel.run(sh("cat /proc/self/oom_score_adj")))).stdout == b"500\n"
+    own = Path(f"/proc/{chronus.pid}/oom_score_adj")
+    await until(lambda: own.read_text() == "0\n", "chronus has its own score back")
+    assert (await in_time(channel.run(sh("cat /proc/self/oom_score_adj")))).stdout == b"500\n"
+    await stream.signal(signal.SIGKILL)
+    await in_time(stream.wait())
+
+
 async def test_listing_shows_what_ran_and_what_runs(channel: Channel) -> None:
     await in_time(channel.run(sh("echo out; exit 3", exec_id="ended")))
     stream = await channel.start(sh("sleep 1000", exec_id="running", mode=MODE_STREAM), follow=False)

@@ -95,6 +95,8 @@ pub struct Starter {
     users: Users,
     /// The own score is the commands' now.
     raised: bool,
+    /// Something was started since that was last looked at.
+    started: bool,
 }
 
 impl Starter {
@@ -116,6 +118,7 @@ impl Starter {
             oom_score,
             users: Users::new(),
             raised: false,
+            started: false,
         }
     }
 
@@ -179,7 +182,6 @@ impl Starter {
         let report = child.report;
         self.raise_score();
         let started = self.clone_or_fork(child, created);
-        self.settle_score();
         match started {
             Ok(pid) => Ok(Process { pid, group, report }),
             Err(error) => {
@@ -193,19 +195,27 @@ impl Starter {
 
     /// Best effort: children inherit the score that chronus has when they are born, because they may not set their own before they execute.
     fn raise_score(&mut self) {
+        self.started = true;
         if !self.raised {
             self.set_oom_score(COMMAND_OOM_SCORE);
             self.raised = true;
         }
     }
 
-    /// Gives chronus its own score back, unless a child still shares its memory: that one's score would change too. False: to be called again.
-    pub fn settle_score(&mut self) -> bool {
-        if self.raised && !self.areas.any_used() {
+    /// Gives chronus its own score back if nothing was started since the last call and no child shares its memory any more, whose score would change too.
+    /// To be called now and then rather than after each start: for one that has shared its memory the kernel looks at every process of the machine, to
+    /// find those that still do.
+    pub fn settle_score(&mut self) {
+        let started = std::mem::take(&mut self.started);
+        if self.raised && !started && !self.areas.any_used() {
             self.set_oom_score(OWN_OOM_SCORE);
             self.raised = false;
         }
-        !self.raised
+    }
+
+    /// Lets go of what children were given that have executed by now. Whether [`Starter::settle_score`] has something to do.
+    pub fn tidy(&mut self) -> bool {
+        self.areas.any_used() || self.raised
     }
 
     fn set_oom_score(&self, score: &[u8]) {

@@ -22,6 +22,7 @@ use crate::waiting::Waiting;
 /// First and longest pause between two attempts to remove cgroups that were still busy.
 const SWEEP_PAUSE_MIN: Duration = Duration::from_millis(2);
 const SWEEP_PAUSE_MAX: Duration = Duration::from_secs(1);
+const SETTLE_PAUSE: Duration = Duration::from_secs(1);
 /// Pause before another attempt to accept a connection, or to give memory back.
 const LATER: Duration = Duration::from_secs(1);
 
@@ -57,7 +58,6 @@ pub struct Chronus {
     sweep_pause: Duration,
     sweep_set: bool,
     trim_set: bool,
-    score_pause: Duration,
     score_set: bool,
 }
 
@@ -94,7 +94,6 @@ impl Chronus {
             sweep_pause: SWEEP_PAUSE_MIN,
             sweep_set: false,
             trim_set: false,
-            score_pause: SWEEP_PAUSE_MIN,
             score_set: false,
         })
     }
@@ -116,22 +115,15 @@ impl Chronus {
             while let Some(timer) = self.timers.pop_due() {
                 self.handle_timer(timer);
             }
-            self.settle_score();
+            self.settle_score_later();
             self.send();
         }
     }
 
-    /// Takes the own OOM score back once no child shares this process's memory any more. Most have executed before the next event; a timer is for the
-    /// one that hangs in a slow disk.
-    fn settle_score(&mut self) {
-        if self.starter.settle_score() {
-            self.score_pause = SWEEP_PAUSE_MIN;
-        } else if !self.score_set {
-            self.score_set = self
-                .timers
-                .set(self.score_pause, Timer::SettleScore)
-                .is_some();
-            self.score_pause = (self.score_pause * 2).min(SWEEP_PAUSE_MAX);
+    /// Takes the own OOM score back when nothing has been started for a while.
+    fn settle_score_later(&mut self) {
+        if self.starter.tidy() && !self.score_set {
+            self.score_set = self.timers.set(SETTLE_PAUSE, Timer::SettleScore).is_some();
         }
     }
 
@@ -216,7 +208,10 @@ impl Chronus {
                 }
             }
             // Tried again behind this.
-            Timer::SettleScore => self.score_set = false,
+            Timer::SettleScore => {
+                self.score_set = false;
+                self.starter.settle_score();
+            }
             Timer::Trim => {
                 self.trim_set = false;
                 self.listen_again();

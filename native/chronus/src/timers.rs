@@ -14,7 +14,7 @@ pub enum Timer {
     SweepGroups,
     /// Time to give memory back.
     Trim,
-    /// The own OOM score may be had back now.
+    /// Time to look whether the own OOM score may be had back.
     SettleScore,
 }
 
