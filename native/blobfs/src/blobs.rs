@@ -20,11 +20,13 @@ use crate::fetch;
 use crate::flights::{Flights, Neighbours, Priority};
 use crate::lru::Lru;
 use crate::pending::Pending;
-use crate::readahead::{Ahead, Readers};
+use crate::readahead::Readers;
 use crate::table::{Invalid, Kind, Table};
 
 /// What is counted as needed by readers: pages.
 const BLOCK: u64 = 4096;
+/// What a reader of the cache is recognized by, and what is read ahead for it at least: a disk takes hardly longer for that much than for a chunk.
+const DISK_PIECE: u32 = 1 << 20;
 /// Bytes of chunks that couldn't be kept and are held in memory for their next readers: a chunk is read in pieces. At least one chunk is.
 const RECENT: usize = 8 << 20;
 /// A blob's failures are told at most this often: every reader would tell the same.
@@ -106,7 +108,10 @@ struct Blob {
     sealed: bool,
     /// While it is being forgotten, nobody finds it.
     leaving: bool,
+    /// Of what is fetched ahead from the store, in chunks.
     readers: Readers,
+    /// Of what is read ahead from the disk.
+    disk_readers: Readers,
     trace: Option<Trace>,
     /// A bit for each page that was ever read.
     pages: Vec<u64>,
@@ -119,6 +124,16 @@ struct Blob {
 impl Blob {
     fn is_complete(&self) -> bool {
         self.whole == self.table.count()
+    }
+
+    /// Where the reader of a range that is all here will go on: offset and length, 0 if nobody knows.
+    fn next_on_disk(&mut self, offset: u64, length: u64) -> (u64, u64) {
+        let piece = u64::from(DISK_PIECE);
+        let at = |byte: u64| u32::try_from(byte / piece).unwrap_or(u32::MAX);
+        let next = self
+            .disk_readers
+            .reads(at(offset), at(offset + length - 1), true);
+        (u64::from(next.start) * piece, next.len() as u64 * piece)
     }
 
     /// Takes note of a read.
@@ -515,6 +530,7 @@ impl Blobs {
             sealed,
             leaving: false,
             readers: Readers::of(table.chunk_bytes),
+            disk_readers: Readers::of(DISK_PIECE),
             trace: None,
             pages: vec![0; table.size.div_ceil(BLOCK * 64) as usize],
             needed: 0,
@@ -799,17 +815,16 @@ impl Blobs {
             }
         }
         let is_first = missing.iter().any(|key| !state.flights.has(*key));
-        let Ahead {
-            chunks: ahead,
-            fetch,
-        } = blob.readers.reads(first, last, is_first);
+        let ahead = blob.readers.reads(first, last, is_first);
         for key in &there {
             if !blob.sealed && blob.chunks[key.chunk as usize] == Chunk::Present {
                 state.lru.touch(*key);
             }
         }
+        let mut next = (0, 0);
         if missing.is_empty() {
             blob.from_cache += length;
+            next = blob.next_on_disk(offset, length);
         }
         for key in &there {
             state.pin(*key);
@@ -819,10 +834,7 @@ impl Blobs {
                 file,
                 length: length as usize,
                 pinned: there,
-                next: (
-                    table.start_of(ahead.start),
-                    ahead.len() as u64 * u64::from(table.chunk_bytes),
-                ),
+                next,
             }
         } else {
             let pending = Arc::new(Pending::new(
@@ -856,7 +868,7 @@ impl Blobs {
                 recent,
             }
         };
-        for chunk in ahead.take_while(|_| fetch) {
+        for chunk in ahead {
             let key = Key { node, chunk };
             jobs.extend(state.want(key, Priority::Ahead, None));
         }

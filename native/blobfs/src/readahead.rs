@@ -1,4 +1,4 @@
-//! Recognizes readers that go through a blob chunk by chunk, and says what to fetch ahead of them. Pure.
+//! Recognizes readers that go through a blob piece by piece, and says what to have ahead of them. Pure.
 
 use std::ops::Range;
 
@@ -9,45 +9,37 @@ const MOST_AHEAD: u32 = 8 << 20;
 
 #[derive(Clone, Copy)]
 struct Stream {
-    /// The chunk that it is in.
+    /// The piece that it is in.
     at: u32,
-    /// Chunks to have ahead: as many as it has gone on by. Who stops has had no more fetched in vain than was read.
+    /// Pieces to have ahead: as many as it has gone on by. Who stops has had no more fetched in vain than was read.
     ahead: u32,
     /// The end of what was named for it: nothing is named twice.
     named: u32,
-    /// Whether it has gone on to a chunk that nobody had asked for.
+    /// Whether it has gone on to a piece that nobody had asked for.
     is_first: bool,
-}
-
-/// What a reader will want next.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Ahead {
-    /// As far as they weren't named before; they may lie behind the blob's end.
-    pub chunks: Range<u32>,
-    /// Whether the store should be asked for them. Not for a reader that finds whatever it reads here or on its way: it reads what was recorded or
-    /// what others have read, and what lies behind that is not what it wants.
-    pub fetch: bool,
 }
 
 /// The readers of one blob.
 pub struct Readers {
     /// The most recent one last.
     streams: Vec<Stream>,
-    /// Chunks.
+    /// Pieces.
     most_ahead: u32,
 }
 
 impl Readers {
-    /// Of a blob in chunks of so many bytes.
-    pub fn of(chunk_bytes: u32) -> Readers {
+    /// Of a blob in pieces of so many bytes.
+    pub fn of(piece_bytes: u32) -> Readers {
         Readers {
             streams: Vec::new(),
-            most_ahead: (MOST_AHEAD / chunk_bytes).max(1),
+            most_ahead: (MOST_AHEAD / piece_bytes).max(1),
         }
     }
 
-    /// A read of these chunks. `is_first`: nobody had asked for one of them before.
-    pub fn reads(&mut self, first: u32, last: u32, is_first: bool) -> Ahead {
+    /// A read of these pieces; returns those that its reader will want next, as far as they weren't named before (they may lie behind the blob's
+    /// end). `is_first`: nobody had asked for one of them before. Nothing is named for a reader that finds whatever it reads asked for: it reads what
+    /// was recorded or what others have read, and what lies behind that is not what it wants.
+    pub fn reads(&mut self, first: u32, last: u32, is_first: bool) -> Range<u32> {
         let known = self
             .streams
             .iter()
@@ -61,24 +53,21 @@ impl Readers {
                 is_first: false,
             },
         };
-        let mut chunks = 0..0;
+        let mut next = 0..0;
         if last > stream.at {
-            if is_first && !stream.is_first {
-                stream.is_first = true;
-                // What was named until now wasn't fetched.
-                stream.named = 0;
-            }
+            stream.is_first |= is_first;
             stream.ahead = (stream.ahead + last - stream.at).min(self.most_ahead);
             stream.at = last;
-            chunks = stream.named.max(last + 1)..last + 1 + stream.ahead;
-            stream.named = chunks.end;
+            if stream.is_first {
+                next = stream.named.max(last + 1)..last + 1 + stream.ahead;
+                stream.named = next.end;
+            }
         }
-        let fetch = stream.is_first;
         if self.streams.len() == STREAMS {
             self.streams.remove(0);
         }
         self.streams.push(stream);
-        Ahead { chunks, fetch }
+        next
     }
 }
 
@@ -87,7 +76,7 @@ mod tests {
     use super::*;
 
     fn next(readers: &mut Readers, first: u32, last: u32) -> Range<u32> {
-        readers.reads(first, last, true).chunks
+        readers.reads(first, last, true)
     }
 
     #[test]
@@ -120,23 +109,12 @@ mod tests {
     fn a_reader_of_what_is_there_fetches_nothing_until_it_goes_beyond() {
         let mut readers = Readers::of(1 << 20);
         readers.reads(7, 7, true);
-        assert!(!readers.reads(8, 8, false).fetch);
+        assert!(readers.reads(8, 8, false).is_empty());
+        assert!(readers.reads(9, 9, false).is_empty());
+        assert_eq!(readers.reads(10, 10, true), 11..14);
         assert_eq!(
-            readers.reads(9, 9, false),
-            Ahead {
-                chunks: 10..12,
-                fetch: false
-            }
-        );
-        assert_eq!(
-            readers.reads(10, 10, true),
-            Ahead {
-                chunks: 11..14,
-                fetch: true
-            }
-        );
-        assert!(
-            readers.reads(11, 11, false).fetch,
+            readers.reads(11, 11, false),
+            14..16,
             "what it has fetched itself"
         );
     }
