@@ -83,6 +83,7 @@ impl<K: Copy + Eq + Hash + Neighbours, W> Flights<K, W> {
         self.flights.is_empty()
     }
 
+    /// Whether the chunk is on its way.
     pub fn has(&self, key: K) -> bool {
         self.flights.contains_key(&key)
     }

@@ -22,6 +22,7 @@ use crate::waiting::Waiting;
 /// First and longest pause between two attempts to remove cgroups that were still busy.
 const SWEEP_PAUSE_MIN: Duration = Duration::from_millis(2);
 const SWEEP_PAUSE_MAX: Duration = Duration::from_secs(1);
+/// Between two looks whether the own OOM score may be had back: it is the commands' for one to two of these after the last start.
 const SETTLE_PAUSE: Duration = Duration::from_secs(1);
 /// Pause before another attempt to accept a connection, or to give memory back.
 const LATER: Duration = Duration::from_secs(1);
