@@ -21,7 +21,7 @@ from libdsec.errors import DSecError, ImageError, NoCapacity, Unavailable
 from libdsec.schema import LayerInfo
 
 PROGRAM = "dsec-mklayer"
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 """Part of the key under which a conversion is remembered. Raise it when the same archive gives another layer than before."""
 STDERR_LIMIT = 4096
 """Bytes of the program's complaint that are kept."""
@@ -52,24 +52,30 @@ class Converter:
     blobs: BlobDirectory
     limits: ImportLimits
 
-    async def convert(self, archives: Sequence[Path], at: str, workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo:
+    async def convert(
+        self, archives: Sequence[Path], at: str, workspace: Path, pin: Callable[[LayerInfo], None], below: Sequence[LayerInfo] = ()
+    ) -> LayerInfo:
         """One layer of ``archives`` (lowest first), everything below ``at``. Its blobs are in the store when this returns, and ``pin`` was
-        called before they got there.
+        called before they got there. ``below``: layers under it, lowest first, whose blobs are whole in the store; the archives may have
+        hard links to their files and names that lead through their symbolic links.
 
         Raises ImageError for what the archive is to blame for, NoCapacity when the disk is full. Cancelled, it ends the program and leaves
         nothing.
         """
-        return await self._make(["--at", at, *map(str, archives)], workspace, pin)
+        return await self._make(["--at", at, *self._files("--below", below), *map(str, archives)], workspace, pin)
 
     async def merge(self, layers: Sequence[LayerInfo], workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo:
         """One layer with what an overlay of ``layers`` (lowest first), whose blobs are whole in the store, shows. Raises and leaves what
         :meth:`convert` does."""
-        sources: list[str] = []
+        return await self._make(self._files("--layer", layers), workspace, pin)
+
+    def _files(self, option: str, layers: Sequence[LayerInfo]) -> list[str]:
+        arguments: list[str] = []
         for layer in layers:
-            sources += ["--layer", str(self.blobs.path(layer.digest))]
+            arguments += [option, str(self.blobs.path(layer.digest))]
             if layer.blob is not None:
-                sources += ["--data", str(self.blobs.path(layer.blob))]
-        return await self._make(sources, workspace, pin)
+                arguments += ["--data", str(self.blobs.path(layer.blob))]
+        return arguments
 
     async def _make(self, sources: Sequence[str], workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo:
         meta, blob = workspace / "layer.meta", workspace / "layer.blob"

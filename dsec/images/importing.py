@@ -237,15 +237,15 @@ class Importer:
         self, archives: AsyncGenerator[_Archive, None], workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
     ) -> list[LayerInfo]:
         """Layers of adjacent archives, as many in each as the limit allows."""
-        layers = []
+        layers: list[LayerInfo] = []
         group: list[_Archive] = []
         async with aclosing(archives):
             async for archive in archives:
                 if group and sum(each.size for each in group) + archive.size > self._limits.collapse:
-                    layers.append(await self._layer(group, "/", workspace, tell, pin))
+                    layers.append(await self._layer(group, "/", workspace, tell, pin, layers))
                     group = []
                 group.append(archive)
-        layers.append(await self._layer(group, "/", workspace, tell, pin))
+        layers.append(await self._layer(group, "/", workspace, tell, pin, layers))
         return layers
 
     def _known(self, image: RemoteImage, place: str, pin: Callable[[LayerInfo], None]) -> list[LayerInfo] | None:
@@ -302,10 +302,16 @@ class Importer:
         return _held_to(plain, layer.diff_id)
 
     async def _layer(
-        self, archives: Sequence[_Archive], at: str, workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
+        self,
+        archives: Sequence[_Archive],
+        at: str,
+        workspace: Path,
+        tell: Tell,
+        pin: Callable[[LayerInfo], None],
+        below: Sequence[LayerInfo] = (),
     ) -> LayerInfo:
-        """The layer that these archives become: an earlier conversion's, or a new one."""
-        key = conversion_key([archive.key for archive in archives], at)
+        """The layer that these archives become on top of ``below``: an earlier conversion's, or a new one."""
+        key = conversion_key([archive.key for archive in archives], at, [layer.digest for layer in below])
         async with self._flights.of(key):
             layer = self._catalog.conversion(key)
             if layer is not None and self._has(layer):
@@ -315,16 +321,16 @@ class Importer:
                 tell(ImportLine(step="converting", done_bytes=size))
                 async with self._slots:
                     self._blobs.check_room(size)
-                    layer = await self._converter.convert([archive.path for archive in archives], at, workspace, pin)
+                    layer = await self._converter.convert([archive.path for archive in archives], at, workspace, pin, below)
                 await self._catalog.remember_conversion(key, layer)
         for archive in archives:
             await to_end(archive.path.unlink)
         return layer
 
 
-def conversion_key(archives: Sequence[str], at: str) -> str:
-    """Names what these archives become: the same key, the same layer."""
-    inputs = [str(CONVERTER_VERSION), at, *archives]
+def conversion_key(archives: Sequence[str], at: str, below: Sequence[str] = ()) -> str:
+    """Names what these archives become on top of the layers ``below``: the same key, the same layer."""
+    inputs = [str(CONVERTER_VERSION), at, *archives, *(["below", *below] if below else [])]
     return hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()
 
 

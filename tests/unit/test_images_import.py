@@ -128,6 +128,23 @@ async def test_adjacent_layers_are_collapsed_up_to_the_limit(tmp_path: Path, sto
     assert len((await load(images, OciImage.of(layers).archive())).layers) == 3
 
 
+async def test_hard_links_lead_into_layers_that_are_not_collapsed_with_theirs(tmp_path: Path, store: Store) -> None:
+    data = b"x" * 20_000
+    linking = tar([member("b", tarfile.LNKTYPE, linkname="a"), (member("filler"), bytes(reversed(range(200))) * 100)])
+    layers = [files({"a": data}), linking, tar([member("c", tarfile.LNKTYPE, linkname="b"), (member("more"), data)])]
+    images = ImageStore(tmp_path / "images", store, limits=ImportLimits(disk_reserve=0, collapse=len(layers[0])))
+    await images.open()
+    first = await load(images, OciImage.of(layers).archive())
+    assert len(first.layers) == 3
+    again = await load(images, OciImage.of(layers).archive(), name="again")
+    assert again.digest == first.digest
+    # The same archives on another layer are other layers: what they link to is that one's.
+    other = await load(images, OciImage.of([files({"a": b"y" * 20_000}), *layers[1:]]).archive(), name="other")
+    assert not {layer.digest for layer in first.layers} & {layer.digest for layer in other.layers}
+    with pytest.raises(ImageError, match="neither in the archive nor below"):
+        await load(images, OciImage.of(layers[1:]).archive(), name="without")
+
+
 async def test_the_same_layers_in_any_archive_are_the_same_image(images: ImageStore) -> None:
     layers = [files({"a": b"1"}), tar([member(".wh.a"), member("d", tarfile.DIRTYPE)])]
     made = [

@@ -1,5 +1,6 @@
 //! From sources to a layer: reads archives, a directory or layers in order, keeps the tree, writes the data, and puts the metadata on top.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -14,8 +15,8 @@ use crate::globs::Globs;
 use crate::image;
 use crate::limits::Limits;
 use crate::tree::{
-    components, keep_xattr, merge, Arena, Attributes, Directory, LayerBuilder, Leaf, LeafId,
-    LeafKind, Node, Place, Target,
+    components, inherit, keep_xattr, merge, raise, Arena, Attributes, Directory, LayerBuilder,
+    Leaf, LeafId, LeafKind, Node, Place, Target,
 };
 
 /// A layer's blob is rewritten when more than one in this many of its blocks belongs to no file any more.
@@ -30,10 +31,23 @@ pub struct Converter {
     at: Vec<Vec<u8>>,
     blob: BlobWriter,
     tree: Option<Directory>,
+    ground: Ground,
     entries: u64,
     dropped_xattrs: u64,
     /// Layers that were read: the first of each one's leaves, and its blob, where their data still lies.
     layers: Vec<(LeafId, Option<File>)>,
+}
+
+/// The layers that lie below the one that is made. Nothing of them goes into it but what its archives have hard links to.
+#[derive(Default)]
+struct Ground {
+    tree: Option<Directory>,
+    /// The first of each one's leaves, and its blob.
+    layers: Vec<(LeafId, Option<File>)>,
+    /// Behind the last leaf of theirs.
+    end: LeafId,
+    /// Files of theirs that have got a name in this layer, and what stands for them here.
+    raised: BTreeMap<LeafId, LeafId>,
 }
 
 pub struct Converted {
@@ -58,17 +72,38 @@ impl Converter {
             arena: Arena::new(limits),
             blob: BlobWriter::new(blob),
             tree: None,
+            ground: Ground::default(),
             entries: 0,
             dropped_xattrs: 0,
             layers: Vec::new(),
         })
     }
 
+    /// Says that a layer made earlier lies below what is made: on top of the earlier ones of its kind, and before any archive is added.
+    pub fn add_ground(&mut self, metadata: &[u8], blob: Option<File>) -> Result<()> {
+        self.ground.layers.push((self.arena.leaves.len(), blob));
+        let upper = image::read(metadata, &mut self.arena)?;
+        self.arena.uncount();
+        self.ground.end = self.arena.leaves.len();
+        self.ground.tree = Some(match self.ground.tree.take() {
+            Some(lower) => merge(lower, upper),
+            None => upper,
+        });
+        Ok(())
+    }
+
     /// Reads one archive and puts what it holds on top of the earlier ones.
     pub fn add_layer(&mut self, source: impl Read) -> Result<()> {
+        let ground = self.ground.tree.take();
+        let added = self.add_archive(source, ground.as_ref());
+        self.ground.tree = ground;
+        added
+    }
+
+    fn add_archive(&mut self, source: impl Read, ground: Option<&Directory>) -> Result<()> {
         let below = self.tree.take();
         let mut archive = Archive::new(source);
-        let mut builder = LayerBuilder::new(below.as_ref());
+        let mut builder = LayerBuilder::new(below.as_ref().into_iter().chain(ground));
         if !self.at.is_empty() {
             // The place exists even if nothing is put into it.
             let place = format!("/{}", String::from_utf8_lossy(&self.at.join(&b'/')));
@@ -152,7 +187,11 @@ impl Converter {
         match entry.kind {
             Kind::Directory => builder.put_directory(&place, attributes, &mut self.arena),
             Kind::HardLink(target) => {
-                let leaf = builder.link_target(self.path(&target)?, &self.arena)?;
+                let found = builder.link_target(self.path(&target)?, &self.arena)?;
+                let leaf = match found < self.ground.end {
+                    true => self.raised(found)?,
+                    false => found,
+                };
                 // Unpacking sets what the entry says of the file, as docker and containerd do, whatever its first name said.
                 self.arena.leaves[leaf].adopt(attributes);
                 builder.put_leaf(&place, leaf, &mut self.arena)
@@ -189,6 +228,29 @@ impl Converter {
             }
             Kind::Fifo => self.put(builder, &place, attributes, LeafKind::Fifo),
         }
+    }
+
+    /// The file of this layer that takes the place of one of the layers below, which has got a name here.
+    fn raised(&mut self, below: LeafId) -> Result<LeafId> {
+        if let Some(leaf) = self.ground.raised.get(&below) {
+            return Ok(*leaf);
+        }
+        let leaf = self.arena.leaves[below].clone();
+        if let LeafKind::File(data) = &leaf.kind {
+            let indexes = data.chunks().saturating_mul(CHUNK_INDEX);
+            self.arena.charge_meta(indexes)?;
+            let bytes = data.blocks().saturating_mul(BLOCK);
+            self.arena.charge_data(bytes)?;
+        }
+        let leaf = self.arena.add(leaf);
+        let layers = &mut self.ground.layers;
+        let source = layers.iter_mut().rfind(|(start, _)| *start <= below);
+        if let Some((_, Some(file))) = source {
+            let only = std::iter::once(leaf);
+            image::move_data(&mut self.arena.leaves, only, file, &mut self.blob)?;
+        }
+        self.ground.raised.insert(below, leaf);
+        Ok(leaf)
     }
 
     fn path(&self, name: &[u8]) -> Result<Vec<Vec<u8>>> {
@@ -258,7 +320,13 @@ impl Converter {
     /// Ends the layer. Where replaced files have left much dead data, the blob is written once more, without it, to the empty file `spare`;
     /// only archives can leave any.
     pub fn finish(mut self, spare: Option<File>) -> Result<Converted> {
-        let root = self.tree.take().unwrap_or_default();
+        let mut root = self.tree.take().unwrap_or_default();
+        if let Some(ground) = &self.ground.tree {
+            if !self.ground.raised.is_empty() {
+                raise(&mut root, ground, &self.ground.raised, &mut self.arena)?;
+            }
+            inherit(&mut root, ground);
+        }
         self.gather(&root)?;
         let (mut blob_file, mut digest, mut length) = self.blob.finish()?;
         let live = live_leaves(&root, self.arena.leaves.len());

@@ -10,7 +10,7 @@ pub const CHUNK_INDEX: u64 = 8;
 const CHUNK_BITS_MAX: u32 = BLOCK_BITS + 31;
 
 /// The content of a regular file.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileData {
     /// Bytes.
     pub size: u64,

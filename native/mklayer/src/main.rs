@@ -37,11 +37,12 @@ use globs::Globs;
 use limits::Limits;
 
 const USAGE: &str =
-    "usage: dsec-mklayer --meta FILE --blob FILE [--at /PATH] [LIMIT…] [TAR…]
+    "usage: dsec-mklayer --meta FILE --blob FILE [--at /PATH] [LIMIT…] [--below META [--data BLOB]]… [TAR…]
        dsec-mklayer --meta FILE --blob FILE [LIMIT…] --layer META [--data BLOB] [--layer …]
        dsec-mklayer --directory-fd N --meta-fd N --blob-fd N [--exclude GLOB]… [LIMIT…]
 Makes one EROFS layer of uncompressed tar archives (none given, or -: stdin), of other layers (both: lowest first), or of the directory open at a
-descriptor, and writes it to new files or to empty ones that are open. LIMIT: --max-entries N, --max-depth N, --max-bytes N, --max-meta N.";
+descriptor, and writes it to new files or to empty ones that are open. --below: layers under the archives (lowest first), to which these may have hard
+links and through whose symbolic links their names may lead. LIMIT: --max-entries N, --max-depth N, --max-bytes N, --max-meta N.";
 
 struct Options {
     output: OutputPlace,
@@ -54,13 +55,16 @@ enum OutputPlace {
     Descriptors { meta: RawFd, blob: RawFd },
 }
 
+/// Metadata and blob.
+type LayerFiles = (PathBuf, Option<PathBuf>);
+
 enum SourcePlace {
     Archives {
         at: Vec<u8>,
         paths: Vec<PathBuf>,
+        below: Vec<LayerFiles>,
     },
-    /// Metadata and blob of each.
-    Layers(Vec<(PathBuf, Option<PathBuf>)>),
+    Layers(Vec<LayerFiles>),
     Directory {
         top: RawFd,
         exclude: Vec<String>,
@@ -73,7 +77,8 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
     let (mut meta_fd, mut blob_fd, mut directory_fd) = (None, None, None);
     let mut limits = Limits::default();
     let mut archives = Vec::new();
-    let mut layers: Vec<(PathBuf, Option<PathBuf>)> = Vec::new();
+    let (mut layers, mut below): (Vec<LayerFiles>, Vec<LayerFiles>) = Default::default();
+    let mut data_is_below = false;
     let mut exclude = Vec::new();
     let mut arguments = arguments;
     while let Some(option) = arguments.next() {
@@ -101,11 +106,26 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
             "--blob-fd" => blob_fd = Some(descriptor()?),
             "--directory-fd" => directory_fd = Some(descriptor()?),
             "--exclude" => exclude.push(value),
-            "--layer" => layers.push((PathBuf::from(value), None)),
-            "--data" => match layers.last_mut() {
-                Some((_, data @ None)) => *data = Some(PathBuf::from(value)),
-                _ => return Err(usage("--data stands behind its --layer".into())),
-            },
+            "--layer" | "--below" => {
+                data_is_below = option == "--below";
+                let list = if data_is_below {
+                    &mut below
+                } else {
+                    &mut layers
+                };
+                list.push((PathBuf::from(value), None));
+            }
+            "--data" => {
+                let list = if data_is_below {
+                    &mut below
+                } else {
+                    &mut layers
+                };
+                match list.last_mut() {
+                    Some((_, data @ None)) => *data = Some(PathBuf::from(value)),
+                    _ => return Err(usage("--data stands behind its --layer or --below".into())),
+                }
+            }
             "--at" => at = value,
             "--max-entries" => limits.entries = number()?,
             // Trees are walked recursively where they are merged.
@@ -125,11 +145,14 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
         }
     };
     let source = match directory_fd {
-        Some(top) if archives.is_empty() && layers.is_empty() => {
+        Some(top) if archives.is_empty() && layers.is_empty() && below.is_empty() => {
             SourcePlace::Directory { top, exclude }
         }
         None if !exclude.is_empty() => {
             return Err(usage("--exclude goes with --directory-fd".into()))
+        }
+        None if !below.is_empty() && !layers.is_empty() => {
+            return Err(usage("--below goes with archives".into()))
         }
         None if archives.is_empty() && !layers.is_empty() => SourcePlace::Layers(layers),
         None if layers.is_empty() => {
@@ -139,6 +162,7 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
             SourcePlace::Archives {
                 at: at.into_bytes(),
                 paths: archives,
+                below,
             }
         }
         _ => return Err(usage("archives, layers or a directory: one of them".into())),
@@ -223,34 +247,41 @@ fn inherited(number: RawFd) -> Result<OwnedFd> {
     }
 }
 
+/// Metadata, read, and blob.
+type OpenLayer = (Vec<u8>, Option<File>);
+
 /// What is read, open.
 enum Source {
-    Archives(Vec<Box<dyn Read>>),
-    Layers(Vec<(Vec<u8>, Option<File>)>),
+    Archives {
+        archives: Vec<Box<dyn Read>>,
+        below: Vec<OpenLayer>,
+    },
+    Layers(Vec<OpenLayer>),
     Directory(OwnedFd, Globs),
 }
 
 fn open_source(place: &SourcePlace, limits: &Limits) -> Result<Source> {
     Ok(match place {
-        SourcePlace::Archives { paths, .. } => Source::Archives(
-            paths
+        SourcePlace::Archives { paths, below, .. } => Source::Archives {
+            archives: paths
                 .iter()
                 .map(|path| open_archive(path))
                 .collect::<Result<_>>()?,
-        ),
-        SourcePlace::Layers(layers) => Source::Layers(
-            layers
-                .iter()
-                .map(|(meta, data)| {
-                    let data = data.as_deref().map(open_file).transpose()?;
-                    Ok((read_metadata(meta, limits)?, data))
-                })
-                .collect::<Result<_>>()?,
-        ),
+            below: open_layers(below, limits)?,
+        },
+        SourcePlace::Layers(layers) => Source::Layers(open_layers(layers, limits)?),
         SourcePlace::Directory { top, exclude } => {
             Source::Directory(inherited(*top)?, Globs::new(exclude)?)
         }
     })
+}
+
+fn open_layers(layers: &[LayerFiles], limits: &Limits) -> Result<Vec<OpenLayer>> {
+    let open = |(meta, data): &LayerFiles| {
+        let data = data.as_deref().map(open_file).transpose()?;
+        Ok((read_metadata(meta, limits)?, data))
+    };
+    layers.iter().map(open).collect()
 }
 
 fn read_metadata(path: &Path, limits: &Limits) -> Result<Vec<u8>> {
@@ -319,7 +350,7 @@ fn run(options: &Options) -> Result<String> {
     };
     let scope = match &source {
         Source::Directory(top, _) => Scope::Directory(top.as_raw_fd()),
-        Source::Archives(_) | Source::Layers(_) => Scope::OpenFiles,
+        Source::Archives { .. } | Source::Layers(_) => Scope::OpenFiles,
     };
     match &options.output {
         OutputPlace::Files { meta, blob } => confine(
@@ -333,9 +364,14 @@ fn run(options: &Options) -> Result<String> {
     let mut converter = Converter::new(options.limits.clone(), at, outputs.blob)?;
     let mut removed = Vec::new();
     match source {
-        Source::Archives(archives) => archives
-            .into_iter()
-            .try_for_each(|archive| converter.add_layer(archive))?,
+        Source::Archives { archives, below } => {
+            below
+                .into_iter()
+                .try_for_each(|(metadata, data)| converter.add_ground(&metadata, data))?;
+            archives
+                .into_iter()
+                .try_for_each(|archive| converter.add_layer(archive))?;
+        }
         Source::Layers(layers) => layers
             .into_iter()
             .try_for_each(|(metadata, data)| converter.add_image(&metadata, data))?,

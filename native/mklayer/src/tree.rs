@@ -34,7 +34,7 @@ pub struct Attributes {
 }
 
 /// A file that isn't a directory. It stands in an arena, because several names can lead to it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Leaf {
     pub attributes: Attributes,
     pub kind: LeafKind,
@@ -54,7 +54,7 @@ impl Leaf {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum LeafKind {
     File(FileData),
     Symlink(Vec<u8>),
@@ -97,13 +97,103 @@ impl Directory {
         }
     }
 
-    fn directory_at<'a>(&'a self, path: &[Vec<u8>]) -> Option<&'a Directory> {
-        path.iter().try_fold(self, |directory, name| {
+    fn has_directory(&self, path: &[Vec<u8>]) -> bool {
+        let found = path.iter().try_fold(self, |directory, name| {
             match directory.children.get(name)? {
                 Node::Directory(child) => Some(&**child),
                 _ => None,
             }
-        })
+        });
+        found.is_some()
+    }
+}
+
+/// What a stack of trees (highest first) shows at `path` and isn't a directory that others below add to: whiteouts are shown as such.
+fn shown<'t>(stack: &[&'t Directory], path: &[Vec<u8>]) -> Option<&'t Node> {
+    let (name, parents) = path.split_last()?;
+    let mut stack = uncovered(stack.iter().copied());
+    for parent in parents {
+        let below = stack
+            .iter()
+            .map_while(|directory| match directory.children.get(parent) {
+                None => Some(None),
+                Some(Node::Directory(child)) => Some(Some(&**child)),
+                Some(Node::Leaf(_) | Node::Whiteout) => None,
+            });
+        stack = uncovered(below.flatten());
+    }
+    stack
+        .iter()
+        .find_map(|directory| directory.children.get(name))
+}
+
+/// Those of the directories, highest first, that no opaque one hides.
+fn uncovered<'t>(directories: impl Iterator<Item = &'t Directory>) -> Vec<&'t Directory> {
+    let mut seen = Vec::new();
+    for directory in directories {
+        seen.push(directory);
+        if directory.opaque {
+            break;
+        }
+    }
+    seen
+}
+
+/// Gives files of `lower` that `raised` has others for these in `upper`, under all names of theirs that it doesn't hide.
+pub fn raise(
+    upper: &mut Directory,
+    lower: &Directory,
+    raised: &BTreeMap<LeafId, LeafId>,
+    arena: &mut Arena,
+) -> Result<()> {
+    if upper.opaque {
+        return Ok(());
+    }
+    for (name, node) in &lower.children {
+        let made = match (node, upper.children.get_mut(name)) {
+            (Node::Leaf(id), None) => match raised.get(id) {
+                Some(own) => Node::Leaf(*own),
+                None => continue,
+            },
+            (Node::Directory(below), None) => {
+                let mut made = Directory {
+                    synthesized: true,
+                    ..Directory::default()
+                };
+                raise(&mut made, below, raised, arena)?;
+                if made.children.is_empty() {
+                    continue;
+                }
+                Node::Directory(Box::new(made))
+            }
+            (Node::Directory(below), Some(Node::Directory(above))) => {
+                raise(above, below, raised, arena)?;
+                continue;
+            }
+            _ => continue,
+        };
+        arena.count_entry()?;
+        arena.charge_meta(name.len() as u64)?;
+        upper.children.insert(name.clone(), made);
+    }
+    Ok(())
+}
+
+/// Gives directories of `upper` that no entry named the attributes of those that they lie on.
+pub fn inherit(upper: &mut Directory, lower: &Directory) {
+    if upper.opaque {
+        return;
+    }
+    if upper.synthesized {
+        upper.attributes = lower.attributes.clone();
+        upper.synthesized = false;
+    }
+    for (name, node) in &mut upper.children {
+        if let (Node::Directory(above), Some(Node::Directory(below))) =
+            (node, lower.children.get(name))
+        {
+            inherit(above, below);
+        }
     }
 }
 
@@ -229,6 +319,11 @@ impl Arena {
         Ok(())
     }
 
+    /// Lets go of what was counted, but for the memory that it takes: it was counted when it was made.
+    pub fn uncount(&mut self) {
+        (self.entries, self.data_bytes) = (0, 0);
+    }
+
     pub fn add(&mut self, leaf: Leaf) -> LeafId {
         self.leaves.push(leaf);
         self.leaves.len() - 1
@@ -237,8 +332,8 @@ impl Arena {
 
 /// Builds the tree of one archive.
 pub struct LayerBuilder<'a> {
-    /// What the archives below it amount to.
-    below: Option<&'a Directory>,
+    /// What lies below it, highest first: what the archives of this layer amount to, and the layers under it.
+    below: Vec<&'a Directory>,
     root: Directory,
 }
 
@@ -259,9 +354,9 @@ pub enum Target {
 }
 
 impl<'a> LayerBuilder<'a> {
-    pub fn new(below: Option<&'a Directory>) -> Self {
+    pub fn new(below: impl IntoIterator<Item = &'a Directory>) -> Self {
         LayerBuilder {
-            below,
+            below: below.into_iter().collect(),
             root: Directory::synthesized(0o755),
         }
     }
@@ -306,7 +401,7 @@ impl<'a> LayerBuilder<'a> {
 
     /// Follows symlinks among the directories of a path, as extracting into a root directory would: they never lead out of it.
     fn resolve(&self, path: Vec<Vec<u8>>, arena: &Arena) -> Result<Vec<Vec<u8>>> {
-        if self.root.directory_at(&path).is_some() {
+        if self.root.has_directory(&path) {
             return Ok(path);
         }
         let mut pending = VecDeque::from(path);
@@ -347,16 +442,21 @@ impl<'a> LayerBuilder<'a> {
         name: &[u8],
         arena: &'b Arena,
     ) -> Option<&'b [u8]> {
-        let here = self.root.directory_at(parent);
-        let node = match here.and_then(|directory| directory.children.get(name)) {
-            Some(node) => node,
-            None => self.below?.directory_at(parent)?.children.get(name)?,
+        let Node::Leaf(id) = self.shown(parent, name)? else {
+            return None;
         };
-        let Node::Leaf(id) = node else { return None };
         match &arena.leaves[*id].kind {
             LeafKind::Symlink(target) => Some(target),
             _ => None,
         }
+    }
+
+    fn shown(&self, parent: &[Vec<u8>], name: &[u8]) -> Option<&Node> {
+        let mut stack = vec![&self.root];
+        stack.extend(&self.below);
+        let mut path = parent.to_vec();
+        path.push(name.to_vec());
+        shown(&stack, &path)
     }
 
     /// The directory at `path`, whose missing parts are made.
@@ -438,16 +538,12 @@ impl<'a> LayerBuilder<'a> {
 
     /// Finds the file that a hard link names.
     pub fn link_target(&self, path: Vec<Vec<u8>>, arena: &Arena) -> Result<LeafId> {
-        let missing = || LayerError::input("the target of the hard link isn't in the archive");
+        let missing =
+            || LayerError::input("the target of the hard link is neither in the archive nor below");
         let mut parent = path;
         let name = parent.pop().ok_or_else(missing)?;
         let parent = self.resolve(parent, arena)?;
-        let here = self
-            .root
-            .directory_at(&parent)
-            .and_then(|directory| directory.children.get(&name));
-        let node = here.or_else(|| self.below?.directory_at(&parent)?.children.get(&name));
-        match node {
+        match self.shown(&parent, &name) {
             Some(Node::Leaf(id)) => Ok(*id),
             Some(Node::Directory(_)) => Err(LayerError::input("a hard link to a directory")),
             Some(Node::Whiteout) | None => Err(missing()),
