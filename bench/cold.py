@@ -90,7 +90,7 @@ async def _node(setting: Setting, name: str, store: str, *options: str) -> Async
     """A node of ours with nothing on it but the address of the store."""
     async with (
         instance.running(f"bench-{name}", scratch_mb=SCRATCH_MB, parent=setting.parent, options=("--store", store, *options)) as own,
-        DSecClient(url=own.url, api_key=own.api_key) as client,
+        DSecClient(url=own.nearest, api_key=own.api_key) as client,
     ):
         yield client
 

@@ -58,7 +58,7 @@ async def measure(setting: Setting) -> Outcome:
 
 async def _concurrent_rate(service: ours.Ours, ids: list[str], each: int) -> float:
     """Commands a second when every sandbox has a client of its own that runs one command after the other."""
-    clients = [DSecClient(url=service.instance.url, api_key=service.instance.api_key) for _ in ids]
+    clients = [DSecClient(url=service.instance.nearest, api_key=service.instance.api_key) for _ in ids]
     try:
         await asyncio.gather(*(client.open() for client in clients))
         attached = await asyncio.gather(*(client.attach(id_) for client, id_ in zip(clients, ids, strict=True)))

@@ -69,7 +69,7 @@ async def running(setting: Setting, name: str, *, scratch_mb: int = SCRATCH_MB) 
     """Starts a service, imports the root filesystem and uses it once, so that nothing measured pays for a first use."""
     async with (
         instance.running(f"bench-{name}", scratch_mb=scratch_mb, parent=setting.parent) as own,
-        DSecClient(url=own.url, api_key=own.api_key) as client,
+        DSecClient(url=own.nearest, api_key=own.api_key) as client,
     ):
         await client.images.import_(setting.root_tar, name=IMAGE)
         ours = Ours(own, client, Footprint())

@@ -85,7 +85,7 @@ async def _node(setting: Setting, name: str, s3: S3) -> AsyncIterator[tuple[Path
     options = ("--store", s3.url(f"127.0.0.1:{S3_PORT}"))
     async with (
         instance.running(f"bench-{name}", scratch_mb=1_024, parent=setting.parent, options=options) as own,
-        DSecClient(url=own.url, api_key=own.api_key) as client,
+        DSecClient(url=own.nearest, api_key=own.api_key) as client,
     ):
         yield own.marks.directory, client
 

@@ -28,7 +28,7 @@ from dsec.api.bearer import Seed
 from dsec.api.edges import Edges, LocalEdge
 from dsec.api.errors import ErrorBoundary
 from dsec.api.keys import Keys
-from dsec.api.listener import Listener, bind, is_loopback, origin
+from dsec.api.listener import Listener, bind, bound_at, is_loopback, origin
 from dsec.edge import Edge, EdgeConfig
 from dsec.images import ImageStore, RegistryPolicy
 from dsec.images.shared import open_blobs
@@ -67,6 +67,8 @@ class Ready(msgspec.Struct, kw_only=True):
 
     url: str
     ports_url: str
+    socket: str
+    """Path of the Unix socket on which the API is served, too."""
     pid: int
     first_key: str | None = None
     """Id of the key that was accepted as the store's first one in this run."""
@@ -106,6 +108,7 @@ async def serve(config: ServeConfig) -> None:
     async with contextlib.AsyncExitStack() as closing:
         api_socket = closing.enter_context(bind(config.host, config.port))
         ports_socket = closing.enter_context(bind(config.host, config.ports_port))
+        local_socket = closing.enter_context(bound_at(config.run_dir / "api.sock"))
         store = await Store.open_file(config.state_dir / "store.sqlite")
         closing.push_async_callback(store.close)
         keys = Keys(store)
@@ -133,8 +136,8 @@ async def serve(config: ServeConfig) -> None:
         )
         # Last: the key of a start that failed before would be in the store, and shown to nobody.
         first_key = await _plant_keys(keys, config)
-        listeners = [Listener(api, api_socket), Listener(ErrorBoundary(edge.ports_app), ports_socket)]
-        ready = Ready(url=origin(api_socket), ports_url=ports_url, pid=os.getpid(), first_key=first_key)
+        listeners = [Listener(api, api_socket), Listener(api, local_socket), Listener(ErrorBoundary(edge.ports_app), ports_socket)]
+        ready = Ready(url=origin(api_socket), ports_url=ports_url, socket=local_socket.getsockname(), pid=os.getpid(), first_key=first_key)
         await _run(listeners, api, ready, config.run_dir, stopping)
 
 

@@ -9,12 +9,27 @@ import msgspec
 
 from libdsec.errors import InvalidArgument
 
+UNIX = "unix://"
+"""What an address begins with that is the path of a Unix socket."""
+
 
 class LocalConfig(msgspec.Struct):
     """What ``dsec up`` writes for clients on the same machine (mode 0600)."""
 
     url: str
     api_key: str | None = None
+    socket: str | None = None
+    """Path of the Unix socket on which the same server answers: cheaper than loopback."""
+
+    @property
+    def nearest(self) -> str:
+        """The address to use from here: the socket's, where it is to be seen (in a container it may not be)."""
+        return f"{UNIX}{self.socket}" if self.socket is not None and os.path.exists(self.socket) else self.url
+
+    def names(self, url: str) -> bool:
+        """Whether ``url`` is an address of this server."""
+        own = [self.url.rstrip("/"), *([] if self.socket is None else [f"{UNIX}{self.socket}"])]
+        return url.rstrip("/") in own
 
 
 def local_config_path() -> Path:
@@ -57,7 +72,7 @@ def resolve(url: str | None, api_key: str | None) -> tuple[str, str | None]:
                 f"no server: pass url=, set DSEC_URL, or start one on this machine with `dsec up` (it writes {local_config_path()})",
                 field="url",
             )
-        url = local.url
-    if api_key is None and local is not None and local.url.rstrip("/") == url.rstrip("/"):
+        url = local.nearest
+    if api_key is None and local is not None and local.names(url):
         api_key = local.api_key
     return url, api_key

@@ -151,7 +151,8 @@ class DSecClient:
     """One server's sandboxes, through one key.
 
     ``url``, ``api_key`` and ``project`` default to ``DSEC_URL``, ``DSEC_API_KEY`` and ``DSEC_PROJECT``, and after those to the server that
-    ``dsec up`` runs on this machine. ``with DSecClient() as client``, or ``open`` and ``close``. A client belongs to one event loop.
+    ``dsec up`` runs on this machine; ``unix:///PATH`` is a server's Unix socket. ``with DSecClient() as client``, or ``open`` and
+    ``close``. A client belongs to one event loop.
 
     ``project``: in which an administrator's key acts instead of its own; another project than its own is refused to any other key.
 

@@ -22,6 +22,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from libdsec.config import UNIX
 from libdsec.errors import (
     AuthenticationError,
     Conflict,
@@ -154,6 +155,8 @@ class Transport:
 
     def __init__(self, url: str, api_key: str | None, project: str | None) -> None:
         self.url = url.rstrip("/")
+        self._socket = self.url.removeprefix(UNIX) if self.url.startswith(UNIX) else None
+        self._base = self.url if self._socket is None else "http://localhost"
         self._headers = {"Accept": MSGPACK, "Accept-Encoding": "identity", "User-Agent": "libdsec"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -182,17 +185,14 @@ class Transport:
 
     def at(self, path: str, query: Query | None = None) -> URL:
         """The URL of ``path`` on this server; see :func:`build_url`."""
-        return build_url(self.url, path, query)
+        return build_url(self._base, path, query)
 
     def _live_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             if self._closed_because is not None:
                 raise self._closed_because
-            connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=300, socket_factory=_make_socket, enable_cleanup_closed=False
-            )
             self._session = aiohttp.ClientSession(
-                connector=connector,
+                connector=self._connector(),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
@@ -203,6 +203,13 @@ class Transport:
             # aiohttp would send a PUT a second time by itself when a kept connection breaks, and with it standard input or an append.
             self._session._retry_connection = False
         return self._session
+
+    def _connector(self) -> aiohttp.BaseConnector:
+        if self._socket is not None:
+            return aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=KEEPALIVE_S)
+        return aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=300, socket_factory=_make_socket, enable_cleanup_closed=False
+        )
 
     def retry(self, deadline: float | None = None) -> Retry:
         """A fresh budget for one call."""

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import uvicorn
@@ -152,6 +153,22 @@ def bind(host: str, port: int) -> socket.socket:
     # hold it.
     bound.setblocking(False)
     return bound
+
+
+@contextlib.contextmanager
+def bound_at(path: Path) -> Iterator[socket.socket]:
+    """A bound Unix socket that every user of this machine may connect to, as they may to loopback: the keys tell who is who. Its name is
+    gone when the block is left. Raises OSError."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as bound:
+        # Left by an earlier service that was killed.
+        path.unlink(missing_ok=True)
+        bound.bind(str(path))
+        try:
+            path.chmod(0o666)
+            bound.setblocking(False)
+            yield bound
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def origin(bound: socket.socket) -> str:

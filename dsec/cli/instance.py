@@ -196,9 +196,10 @@ class LocalClient:
 
     url: str
     api_key: str
+    socket: str
 
     def encode(self) -> bytes:
-        return json.dumps({"url": self.url, "api_key": self.api_key}).encode() + b"\n"
+        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def client_file(run_dir: Path) -> Path:

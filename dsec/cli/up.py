@@ -201,7 +201,7 @@ class _Service:
             _forget(instance.run_dir)
             raise
         dataclasses.replace(record, url=self.ready["url"]).write()
-        self.config = inst.announce(LocalClient(self.ready["url"], self._local.text), instance.run_dir)
+        self.config = inst.announce(LocalClient(self.ready["url"], self._local.text, self.ready["socket"]), instance.run_dir)
 
     def wait(self) -> int:
         """Wait for the end; 0 if it was asked to end."""
@@ -250,6 +250,7 @@ def _print_ready(service: _Service, *, as_json: bool) -> None:
         told = {
             "url": service.ready["url"],
             "ports_url": service.ready["ports_url"],
+            "socket": service.ready["socket"],
             "api_key": service.first_key,
             "config": str(service.config or own),
             "run_dir": str(service.instance.run_dir),

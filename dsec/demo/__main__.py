@@ -63,7 +63,7 @@ async def _demo(count: int, cache: Path | None, console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix="dsec-demo-") as temporary:
         async with instance.running("demo", scratch_mb=SCRATCH_MB) as own:
             console.print(f"service started: {own.url}")
-            async with DSecClient(own.url, api_key=own.api_key) as client:
+            async with DSecClient(own.nearest, api_key=own.api_key) as client:
                 await _build(client, cache or Path(temporary), console)
                 measured, during = await _roll_out(client, own, rollouts, console)
     after = footprint.take(own.marks)

@@ -44,6 +44,8 @@ class Instance:
 
     url: str
     api_key: str
+    nearest: str
+    """The address that clients on this machine find by themselves: of a Unix socket."""
     marks: footprint.Marks
     before: footprint.Footprint
     """What bore its marks before it was started."""
@@ -83,7 +85,7 @@ async def running(
         process = await _start(marks, scratch_mb, options)
         try:
             config = await _answering(process, base)
-            yield Instance(config.url, config.api_key or "", marks, before, base / "log", process)
+            yield Instance(config.url, config.api_key or "", config.nearest, marks, before, base / "log", process)
         except Exception as error:
             error.add_note(f"the end of the service's log:\n{_end_of(base / 'log')}")
             raise

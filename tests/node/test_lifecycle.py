@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
 
@@ -15,6 +16,7 @@ from libdsec import (
     DSecContainerRunArgs,
     ImageNotFound,
     InvalidArgument,
+    PtySize,
     Sandbox,
     SandboxGone,
     SandboxNotFound,
@@ -238,6 +240,33 @@ async def test_tcp_and_http_to_a_port_inside(sandbox: Sandbox) -> None:
     async with aiohttp.ClientSession() as session, session.get(sandbox.url(8000) + "index.html") as reply:
         assert reply.status == 200 and await reply.text() == "hello from inside"
     await server.kill()
+
+
+async def test_all_kinds_of_calls_go_through_the_unix_socket(instance: Instance, base_image: str) -> None:
+    url = f"unix://{instance.run_dir}/api.sock"
+    async with DSecClient(url, "dsec_x_y") as stranger:
+        with pytest.raises(AuthenticationError):
+            await stranger.get("sb-e1-00")
+    async with DSecClient(url, instance.api_key) as client, await client.run_container(small(base_image)) as sandbox:
+        content = random.randbytes(3 << 20)
+        await sandbox.files.write("/data", content)
+        assert await sandbox.files.read("/data") == content
+        process = await sandbox.start(["cat", "/data"])
+        assert b"".join([chunk async for chunk in process.stdout]) == content
+        terminal = await sandbox.start(["sh", "-c", "stty size; read line; stty size"], pty=PtySize(30, 100))
+        output = aiter(terminal.stdout)
+        assert b"30 100" in await anext(output)
+        await terminal.resize(40, 120)
+        await terminal.write_stdin(b"\n")
+        assert b"40 120" in b"".join([chunk async for chunk in output])
+        server = await sandbox.start(["python3", "-u", "-m", "http.server", "8000", "--directory", "/srv"])
+        assert b"Serving" in await anext(aiter(server.stdout))
+        reader, writer = await sandbox.connect(8000)
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.0 200")
+        writer.close()
+        assert sandbox.id in [info.id async for info in client.list()]
+    await instance.wait_clean()
 
 
 async def test_metrics_and_processes_show_what_runs(sandbox: Sandbox) -> None:

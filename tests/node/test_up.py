@@ -110,6 +110,25 @@ def test_the_service_has_no_privilege_and_the_caller_has_its_key(places: list[Pl
     assert place.config.stat().st_mode & 0o777 == 0o600
 
 
+def test_any_user_reaches_the_socket_and_nobody_is_let_in_without_a_key(places: list[Place]) -> None:
+    place = places[0]
+    told = place.up()
+    ask = """if True:
+        import socket, sys
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(sys.argv[1])
+        connection.sendall(f"GET /v1/keys HTTP/1.0\\r\\nAuthorization: Bearer {sys.argv[2]}\\r\\n\\r\\n".encode())
+        print(connection.recv(4096).split()[1].decode())
+    """
+    for key, status in ((told["api_key"], "200"), ("dsec_x_y", "401")):
+        command = [sys.executable, "-c", ask, told["socket"], key]
+        assert subprocess.run(command, user=65534, capture_output=True, text=True, check=True, env={}).stdout.strip() == status
+    assert place.dsec("ls", "--json").returncode == 0
+    place.down()
+    assert not Path(told["socket"]).exists()
+    assert place.up()["socket"] == told["socket"]
+
+
 def test_two_instances_live_side_by_side(places: list[Place]) -> None:
     one, two = places
     urls = [one.up()["url"], two.up()["url"]]

@@ -16,7 +16,7 @@ from dsec.cli import instance as inst
 from dsec.cli.instance import Instance, LocalClient, UpRecord
 from dsec.cli.run import CliError
 from dsec.serve import privilege_refusal
-from libdsec.config import read_local_config
+from libdsec.config import read_local_config, resolve
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def record_of(instance: Instance, pid: int) -> UpRecord:
 
 
 def test_what_up_writes_is_what_the_sdk_reads(instance: Instance, config: Path) -> None:
-    assert inst.announce(LocalClient("http://127.0.0.1:1", "dsec_a_b"), instance.run_dir) == config
+    assert inst.announce(LocalClient("http://127.0.0.1:1", "dsec_a_b", "/nowhere/api.sock"), instance.run_dir) == config
     for path in (config, inst.client_file(instance.run_dir)):
         assert path.stat().st_mode & 0o777 == 0o600
     found = read_local_config()
@@ -59,8 +59,22 @@ def test_what_up_writes_is_what_the_sdk_reads(instance: Instance, config: Path) 
     assert (found.url, found.api_key) == ("http://127.0.0.1:1", "dsec_a_b")
 
 
+def test_clients_use_the_socket_where_it_is_to_be_seen(instance: Instance, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DSEC_URL", "DSEC_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    socket = instance.run_dir / "api.sock"
+    inst.announce(LocalClient("http://127.0.0.1:1", "key", str(socket)), instance.run_dir)
+    assert resolve(None, None) == ("http://127.0.0.1:1", "key")
+    socket.touch()
+    assert resolve(None, None) == (f"unix://{socket}", "key")
+    for own in ("http://127.0.0.1:1/", f"unix://{socket}"):
+        assert resolve(own, None) == (own, "key")
+    for other in ("http://127.0.0.1:2", "unix:///other.sock"):
+        assert resolve(other, None) == (other, None), "the key goes to no other server"
+
+
 def test_down_removes_both_files_and_nothing_beside_them(instance: Instance, config: Path) -> None:
-    inst.announce(LocalClient("http://127.0.0.1:1", "k"), instance.run_dir)
+    inst.announce(LocalClient("http://127.0.0.1:1", "k", "/nowhere/api.sock"), instance.run_dir)
     inst.retract(instance.run_dir)
     inst.retract(instance.run_dir)
     assert list(config.parent.iterdir()) == []
@@ -68,7 +82,7 @@ def test_down_removes_both_files_and_nothing_beside_them(instance: Instance, con
 
 
 def test_down_leaves_the_configuration_of_another_instance(instance: Instance, config: Path) -> None:
-    inst.announce(LocalClient("http://127.0.0.1:1", "mine"), instance.run_dir)
+    inst.announce(LocalClient("http://127.0.0.1:1", "mine", "/nowhere/api.sock"), instance.run_dir)
     config.write_text(json.dumps({"url": "http://127.0.0.1:2", "api_key": "other"}))
     inst.retract(instance.run_dir)
     assert json.loads(config.read_text())["api_key"] == "other"
@@ -79,7 +93,7 @@ def test_a_link_in_the_users_directory_is_replaced_not_followed(instance: Instan
     victim.write_text("precious")
     config.parent.mkdir(parents=True)
     config.symlink_to(victim)
-    inst.announce(LocalClient("http://127.0.0.1:1", "k"), instance.run_dir)
+    inst.announce(LocalClient("http://127.0.0.1:1", "k", "/nowhere/api.sock"), instance.run_dir)
     assert victim.read_text() == "precious"
     assert not config.is_symlink()
 
