@@ -41,8 +41,8 @@ class Images(Protocol):
     def hold_blob(self, file: Path) -> Path: ...
     def adopt_blob(self, blob: str, held: Path) -> None: ...
     def release_blob(self, held: Path) -> None: ...
-    async def trace(self, image: str) -> Sequence[Touch] | None: ...
-    async def save_trace(self, image: str, touches: Sequence[Touch]) -> None: ...
+    async def trace(self, image: ImageInfo) -> Sequence[Touch] | None: ...
+    async def save_trace(self, image: ImageInfo, touches: Sequence[Touch]) -> None: ...
     def note_start(self, environment: Environment) -> None: ...
     async def record_reads(self, figures: Mapping[str, BlobFigures]) -> None: ...
 
@@ -171,16 +171,16 @@ class OnDemand:
             if not blobs or info.digest in self._seen:
                 continue
             self._seen.add(info.digest)
-            touches = await self._images.trace(info.digest)
+            touches = await self._images.trace(info)
             if touches is None:
                 for blob in blobs.values():
                     await blobfs.trace_start(blob)
-                self._inventory.tasks.start(self._record(info.digest, blobs), f"record {name}")
+                self._inventory.tasks.start(self._record(info, blobs), f"record {name}")
             elif self._prefetch:
                 for index, blob in blobs.items():
                     await blobfs.prefetch(blob, [touch.chunk for touch in touches if touch.layer == index])
 
-    async def _record(self, image: str, blobs: Mapping[int, str]) -> None:
+    async def _record(self, image: ImageInfo, blobs: Mapping[int, str]) -> None:
         await asyncio.sleep(RECORD_S)
         try:
             blobfs = await self._blobfs()
@@ -191,7 +191,7 @@ class OnDemand:
                 await self._images.save_trace(image, sorted(touches, key=lambda touch: touch.ms))
         except (BlobfsError, DSecError) as error:
             # The next node records it.
-            _log.warning("what was read of an image can't be recorded", image=image, reason=str(error))
+            _log.warning("what was read of an image can't be recorded", image=image.digest, reason=str(error))
 
     async def _blobfs(self) -> Blobfs:
         if self._connecting is None or (self._connecting.done() and (self._connecting.cancelled() or self._connecting.exception())):

@@ -186,12 +186,12 @@ class ImageStore:
         """Takes what blobfs has counted so far, by blob (hexadecimal), for :meth:`stats`. Called every now and then, and at the end."""
         await self._reads.record({hex_of(blob): each for blob, each in figures.items()})
 
-    async def save_trace(self, image: str, touches: Sequence[Touch]) -> None:
-        """Keeps which chunks a sandbox of the image (a digest) touched first, also for other nodes. Raises InvalidArgument, Unavailable."""
+    async def save_trace(self, image: ImageInfo, touches: Sequence[Touch]) -> None:
+        """Keeps which chunks a sandbox of the image touched first, also for other nodes. Raises InvalidArgument, Unavailable."""
         await self._traces.save(image, touches)
 
-    async def trace(self, image: str) -> list[Touch] | None:
-        """The trace of an image (a digest) that was recorded here or on another node; None: there is none, or it can't be had now."""
+    async def trace(self, image: ImageInfo) -> list[Touch] | None:
+        """The trace of an image that was recorded here or on another node; None: there is none, or it can't be had now."""
         return await self._traces.of(image)
 
     # -- images
@@ -281,7 +281,7 @@ class ImageStore:
             fetched=figures.fetched,
             from_cache=figures.from_cache,
             sandboxes=self._reads.starts_of(exact(info.name, info.version)),
-            traced=await self._traces.of(info.digest) is not None,
+            traced=await self._traces.of(info) is not None,
         )
 
     async def diff(self, before: str, after: str, caller: Caller) -> Sequence[ImageChange]:

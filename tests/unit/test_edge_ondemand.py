@@ -107,10 +107,10 @@ class LazyImages(Images):
             name="base", version=1, kind="base", digest="sha256:" + "d" * 64, layers=layers, config=ImageConfig(), created_at=0.0, size=1
         )
 
-    async def trace(self, image: str) -> list[Touch] | None:
+    async def trace(self, image: ImageInfo) -> list[Touch] | None:
         return self.trace_of_base
 
-    async def save_trace(self, image: str, touches: Sequence[Touch]) -> None:
+    async def save_trace(self, image: ImageInfo, touches: Sequence[Touch]) -> None:
         self.saved = list(touches)
 
     async def record_reads(self, figures: Mapping[str, BlobFigures]) -> None: ...

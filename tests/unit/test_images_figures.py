@@ -149,31 +149,54 @@ async def test_reads_are_summed_over_restarts_of_both_sides(tmp_path: Path) -> N
 # -- traces
 
 
+def named(info: ImageInfo, digest: str, *, index: str | None = None) -> ImageInfo:
+    """Another image, or (with ``index``) one packed in other chunks."""
+    layers = info.layers if index is None else tuple(msgspec.structs.replace(layer, index=index) for layer in info.layers)
+    return msgspec.structs.replace(info, digest=digest, layers=layers)
+
+
 async def test_a_trace_recorded_on_one_node_is_replayed_on_another(a: Node, tmp_path: Path) -> None:
     info = await a.load("x", {"data": b"1"})
     touches = [Touch(0, 3, 0), Touch(0, 1, 12), Touch(1, 0, 40)]
     async with node(tmp_path / "b", str(tmp_path / "shared")) as b:
-        await a.images.save_trace(info.digest, touches)
-        assert await b.images.trace(info.digest) == touches
+        known = await b.images.find("x")
+        await a.images.save_trace(known, touches)
+        assert await b.images.trace(known) == touches
         assert (tmp_path / "shared" / "traces" / f"{info.digest[7:]}.json").exists()
-        assert await b.images.trace("sha256:" + "0" * 64) is None
+        assert await b.images.trace(named(known, "sha256:" + "0" * 64)) is None
     with pytest.raises(InvalidArgument):
-        await a.images.save_trace(info.digest, [Touch(0, -1, 0)])
+        await a.images.save_trace(info, [Touch(0, -1, 0)])
+
+
+async def test_a_trace_of_other_chunks_is_none_and_is_recorded_anew(a: Node, tmp_path: Path) -> None:
+    await a.load("x", {"data": b"1"})
+    async with node(tmp_path / "b", str(tmp_path / "shared")) as b:
+        before = await b.images.find("x")
+        after = named(before, before.digest, index="sha256:" + "7" * 64)
+        await a.images.save_trace(before, [Touch(0, 3, 0)])
+        assert await b.images.trace(before) == [Touch(0, 3, 0)]
+        assert await b.images.trace(after) is None
+        await b.images.save_trace(after, [Touch(0, 12, 0)])
+    async with node(tmp_path / "c", str(tmp_path / "shared")) as c:
+        assert await c.images.trace(after) == [Touch(0, 12, 0)]
+        assert await c.images.trace(before) is None
 
 
 async def test_a_trace_that_cannot_be_read_is_none(a: Node, tmp_path: Path) -> None:
-    digest = "sha256:" + "1" * 64
+    info = await a.load("x", {"data": b"1"})
     (tmp_path / "shared" / "traces").mkdir()
-    (tmp_path / "shared" / "traces" / f"{digest[7:]}.json").write_text('{"image": "another", "chunks": []}')
-    assert await a.images.trace(digest) is None
+    for written in ('{"image": "another", "chunks": []}', "{", f'{{"image": "{info.digest}", "chunks": [[0, 1, 2]]}}'):
+        (tmp_path / "shared" / "traces" / f"{info.digest[7:]}.json").write_text(written)
+        assert await Traces(tmp_path / "own", a.images._traces._shared).of(info) is None
 
 
 async def test_a_disk_that_takes_no_trace_is_no_reason_not_to_have_it(a: Node, tmp_path: Path) -> None:
-    digest, touches = "sha256:" + "2" * 64, [Touch(0, 3, 0)]
-    await a.images.save_trace(digest, touches)
+    info, touches = await a.load("x", {"data": b"1"}), [Touch(0, 3, 0)]
+    await a.images.save_trace(info, touches)
     (tmp_path / "file").write_text("in the way")
     traces = Traces(tmp_path / "file", a.images._traces._shared)
-    assert await traces.of(digest) == touches
+    assert await traces.of(info) == touches
+    other = named(info, "sha256:" + "3" * 64)
     with pytest.raises(Unavailable, match="can't be kept"):
-        await traces.save("sha256:" + "3" * 64, touches)
-    assert await traces.of("sha256:" + "3" * 64) == touches
+        await traces.save(other, touches)
+    assert await traces.of(other) == touches
