@@ -21,7 +21,7 @@ class AdmissionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     scratch_per_start: int = 4 * MB
     """Bytes that a starting sandbox takes of the scratch filesystem."""
     descriptors_kept: int = 1_024
-    """File descriptors that stay free for requests; every sandbox holds one."""
+    """File descriptors that stay free for requests; every sandbox holds two, one of them from its first command on."""
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ def admit(load: NodeLoad, starting: int, policy: AdmissionPolicy) -> Refusal | N
             message=f"scratch disk: {scratch_free // MB} MB free of {load.scratch // MB} MB, {scratch_needed // MB} MB needed",
             retry_after=10.0,
         )
-    if load.descriptors_free - starting <= policy.descriptors_kept:
+    if load.descriptors_free - 2 * starting <= policy.descriptors_kept:
         return Refusal(
             reason="descriptors", message="file descriptors: the edge holds as many sandboxes as RLIMIT_NOFILE allows", retry_after=10.0
         )

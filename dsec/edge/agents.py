@@ -1,4 +1,5 @@
-"""The agents (chronus) inside the sandboxes as the edge sees them: connecting, noticing that one broke, following what runs in it."""
+"""The agents (chronus) inside the sandboxes as the edge sees them: connecting, noticing that one broke, following what runs in it to its
+end."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import errno
 import functools
 import os
 import secrets
+import signal as signals
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -19,7 +21,7 @@ from dsec.edge.endings import Endings
 from dsec.edge.failures import of_builtin
 from dsec.edge.ids import new_exec_id
 from dsec.edge.inventory import Inventory
-from dsec.edge.sandbox import Sandbox, os_encode, refusal
+from dsec.edge.sandbox import Command, Sandbox, os_encode, refusal
 from dsec.edge.spawner import Denial
 from dsec.edge.states import takes
 from libdsec.errors import DSecError, Unavailable
@@ -38,6 +40,7 @@ LAST_PAUSE_S = 1.0
 """Between connections that break as soon as they are made: the pause doubles."""
 STATUS_WAIT_S = 1.0
 """How long a broken channel waits for the spawner to tell how the agent ended."""
+KILLED_EXIT_CODE = 128 + signals.SIGKILL
 
 
 class _MachineId(msgspec.Struct):
@@ -196,15 +199,45 @@ class Agents:
             sandbox.close_channel()
         return True
 
+    # --- commands
+
+    def begin(self, sandbox: Sandbox, exec_id: str, text: str) -> Command:
+        """A command is about to be started by the sandbox's channel: remembers it. ``text``: its command line."""
+        self._count_kills(sandbox)
+        now = self._inventory.clock.wall()
+        kills = sandbox.see_oom_kills()
+        if kills:
+            sandbox.note(now, "oom", _kills_message(kills, claimed=False))
+        return sandbox.command_started(CommandEntry(exec_id=exec_id, command=shorten(text), started_at=now))
+
+    def end(self, sandbox: Sandbox, command: Command, exit: Exit) -> bool:
+        """Writes a command's end into the sandbox's history; returns whether the kernel killed it for memory. Repeatable."""
+        entry = command.entry
+        if entry.duration_s is not None:
+            return entry.oom_killed
+        kills = sandbox.see_oom_kills()
+        killed = not exit.timed_out and (exit.signal == signals.SIGKILL or exit.exit_code == KILLED_EXIT_CODE)
+        claimed = killed and sandbox.claim_oom_kill(command)
+        if kills:
+            sandbox.note(self._inventory.clock.wall(), "oom", _kills_message(kills, claimed=claimed), entry.exec_id)
+        entry.exit_code, entry.duration_s = exit.exit_code, exit.duration_us / 1e6
+        entry.timed_out, entry.oom_killed = exit.timed_out, claimed
+        return claimed
+
+    def _count_kills(self, sandbox: Sandbox) -> None:
+        # A sandbox without a channel may have ended: nobody would close what is opened now.
+        if sandbox.kill_counter is None and sandbox.channel is not None:
+            sandbox.kill_counter = self._inventory.cgroups.kill_counter(sandbox.id)
+
     # --- following
 
-    def follow(self, sandbox: Sandbox, stream: Stream, ended: Callable[[Exit], None]) -> None:
-        """Watches a started command to its end, for the idle rule, and hands its exit to ``ended``."""
-        self._inventory.tasks.start(self._follow(sandbox, stream, ended), f"follow {stream.exec_id}")
+    def follow(self, sandbox: Sandbox, command: Command, stream: Stream) -> None:
+        """Watches a started command to its end, for the idle rule and the sandbox's history."""
+        self._inventory.tasks.start(self._follow(sandbox, command, stream), f"follow {stream.exec_id}")
 
-    async def _follow(self, sandbox: Sandbox, stream: Stream, ended: Callable[[Exit], None]) -> None:
+    async def _follow(self, sandbox: Sandbox, command: Command, stream: Stream) -> None:
         try:
-            ended(await stream.wait())
+            self.end(sandbox, command, await stream.wait())
         except (ChannelLost, ChannelError):
             return  # whoever watches the channel settles what that means
         finally:
@@ -219,11 +252,13 @@ class Agents:
             for entry in await channel.list():
                 if not entry.running:
                     continue
-                command = shorten(b" ".join(entry.argv).decode("utf-8", "replace"))
-                sandbox.command_started(CommandEntry(exec_id=entry.exec_id, command=command, started_at=entry.started_ms / 1000))
+                self._count_kills(sandbox)
+                text = shorten(b" ".join(entry.argv).decode("utf-8", "replace"))
+                found = CommandEntry(exec_id=entry.exec_id, command=text, started_at=entry.started_ms / 1000)
+                command = sandbox.command_started(found)
                 # One that has ended and gone meanwhile is no reason not to follow the others.
                 with contextlib.suppress(ChannelError):
-                    self.follow(sandbox, await channel.attach(entry.exec_id), lambda exit: None)
+                    self.follow(sandbox, command, await channel.attach(entry.exec_id))
         except (ChannelLost, ChannelError) as error:
             _log.info("running commands can't be followed", sandbox=sandbox.id, error=str(error))
 
@@ -234,6 +269,15 @@ async def _builtin(sandbox: Sandbox, name: str, args: dict[str, object]) -> None
     exit = await sandbox.channel.run(Start(exec_id=new_exec_id(), builtin=name, args=args, user="root"))
     if exit.exit_code != 0:
         raise of_builtin(exit, name)
+
+
+def _kills_message(count: int, *, claimed: bool) -> str:
+    """What an event tells of ``count`` memory kills, at least one; ``claimed``: one of them was the command's leader."""
+    others = count - 1 if claimed else count
+    processes = f"{others} process{'' if others == 1 else 'es'}"
+    if not claimed:
+        return f"the kernel killed {processes} for memory"
+    return f"the kernel killed it and {processes} more for memory" if others else "the kernel killed it for memory"
 
 
 def _how_it_ended(status: int) -> str:

@@ -28,16 +28,14 @@ from dsec.edge.channel import (
     Start,
     Stream,
 )
-from dsec.edge.commands import shorten
 from dsec.edge.ids import new_exec_id
-from dsec.edge.sandbox import Sandbox, os_encode
+from dsec.edge.sandbox import Command, Sandbox, os_encode
 from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.validation import check_env, check_exec_id, check_path, check_seconds, check_session, check_user
 from libdsec.errors import DeadlineExceeded, InvalidArgument, ProcessNotFound
 from libdsec.schema import (
     MAX_ARGS_BYTES,
     MAX_OUTPUT_LIMIT,
-    CommandEntry,
     CommandResult,
     ExecRequest,
     ProcessInfo,
@@ -50,7 +48,6 @@ INLINE_STDIN_MAX = 256 << 10
 """Bytes of standard input that travel with the command; more is sent behind it, as a frame has 1 MiB."""
 STDIN_MAX = 16 << 20
 """Bytes of standard input in one request; more is streamed to ``…/stdin``."""
-KILLED_EXIT_CODE = 128 + signals.SIGKILL
 PTY_MAX = 1 << 15
 _EMPTY_ENV: dict[bytes, bytes] = {}
 
@@ -77,17 +74,17 @@ class Commands:
         request = await _exec_body.read(call)
         start = self._start_of(sandbox, request, call.header(b"idempotency-key"))
         channel = sandbox.channel or await self._sandboxes.agents.channel(sandbox)
-        entry = CommandEntry(exec_id=start.exec_id, command=_shown(request.argv, request.command), started_at=self._clock.wall())
-        sandbox.command_started(entry)
+        text = request.command if request.command is not None else " ".join(request.argv or ())
+        command = self._sandboxes.agents.begin(sandbox, start.exec_id, text)
         if request.mode == "start":
-            await call.reply(await self._start(sandbox, channel, start, request, entry))
+            await call.reply(await self._start(sandbox, channel, start, request, command))
             return
         begun = self._clock.monotonic()
         if start.stdin == STDIN_STREAM and request.stdin is not None:
             exit = await self._run_fed(channel, start, request.stdin)
         else:
             exit = await channel.run(start)
-        result = self._result(sandbox, exit, entry, begun)
+        result = self._result(sandbox, exit, command)
         self._observe(self._clock.monotonic() - begun)
         await call.reply(result)
 
@@ -96,11 +93,10 @@ class Commands:
         request = await _shell_body.read(call)
         shell = self._shell_of(sandbox, request, call.header(b"idempotency-key"))
         channel = sandbox.channel or await self._sandboxes.agents.channel(sandbox)
-        entry = CommandEntry(exec_id=shell.exec_id, command=shorten(request.command), started_at=self._clock.wall())
-        sandbox.command_started(entry)
+        command = self._sandboxes.agents.begin(sandbox, shell.exec_id, request.command)
         begun = self._clock.monotonic()
         exit = await channel.shell(shell)
-        result = self._result(sandbox, exit, entry, begun)
+        result = self._result(sandbox, exit, command)
         self._observe(self._clock.monotonic() - begun)
         await call.reply(result)
 
@@ -141,12 +137,11 @@ class Commands:
             raise DeadlineExceeded(f"command {exec_id} still runs after {timeout_s:g} s") from None
         finally:
             stream.detach()
-        entry = (sandbox.commands or {}).get(exec_id)
-        await call.reply(self._result(sandbox, exit, entry, self._clock.monotonic() - exit.duration_us / 1e6))
+        await call.reply(self._result(sandbox, exit, (sandbox.commands or {}).get(exec_id)))
 
     async def history(self, call: Call, sandbox: Sandbox) -> None:
         """GET …/commands"""
-        await call.reply(list((sandbox.commands or {}).values()))
+        await call.reply([command.entry for command in (sandbox.commands or {}).values()])
 
     # --- streams
 
@@ -231,25 +226,19 @@ class Commands:
         while (piece := await stream.read()) is not None:
             await socket.send(bytes((piece[0],)) + piece[2])
         exit = await stream.wait()
-        entry = (sandbox.commands or {}).get(exec_id)
-        result = self._result(sandbox, exit, entry, self._clock.monotonic() - exit.duration_us / 1e6)
+        result = self._result(sandbox, exit, (sandbox.commands or {}).get(exec_id))
         await socket.send(msgspec.json.encode({"exit": result}).decode())
         await socket.close()
 
     # --- from requests to frames, and back
 
-    async def _start(self, sandbox: Sandbox, channel: Channel, start: Start, request: ExecRequest, entry: CommandEntry) -> ProcessInfo:
+    async def _start(self, sandbox: Sandbox, channel: Channel, start: Start, request: ExecRequest, command: Command) -> ProcessInfo:
         stream = await channel.start(start, follow=False)
-        begun = self._clock.monotonic()
-
-        def ended(exit: Exit) -> None:
-            self._note_end(sandbox, exit, entry, begun)
-
-        self._sandboxes.agents.follow(sandbox, stream, ended)
+        self._sandboxes.agents.follow(sandbox, command, stream)
         if request.stdin is not None and start.stdin == STDIN_STREAM:
             self._feed(channel, stream, request.stdin)
         argv = [arg.decode("utf-8", "replace") for arg in start.argv or ()]
-        return ProcessInfo(exec_id=start.exec_id, argv=argv, pid=stream.pid, running=True, started_at=entry.started_at)
+        return ProcessInfo(exec_id=start.exec_id, argv=argv, pid=stream.pid, running=True, started_at=command.entry.started_at)
 
     async def _run_fed(self, channel: Channel, start: Start, stdin: bytes) -> Exit:
         """A captured command whose input is too long for its frame and is sent behind it."""
@@ -335,24 +324,9 @@ class Commands:
             base_user=record.init_user,
         )
 
-    def _note_end(self, sandbox: Sandbox, exit: Exit, entry: CommandEntry | None, begun: float) -> bool:
-        """Writes a command's end into the sandbox's history; returns whether the kernel killed it for memory. ``begun``: monotonic
-        seconds."""
-        oom_killed = False
-        if not exit.timed_out and (exit.signal == signals.SIGKILL or exit.exit_code == KILLED_EXIT_CODE):
-            oom_killed = sandbox.claim_oom_kill(self._sandboxes.cgroups.oom_kills(sandbox.id), begun, self._clock.monotonic())
-            if oom_killed:
-                sandbox.note(self._clock.wall(), "oom", "the kernel killed it for memory", exit.exec_id)
-        if entry is None:
-            return oom_killed
-        if entry.duration_s is None:
-            entry.exit_code, entry.duration_s = exit.exit_code, exit.duration_us / 1e6
-            entry.timed_out, entry.oom_killed = exit.timed_out, oom_killed
-        return oom_killed or entry.oom_killed
-
-    def _result(self, sandbox: Sandbox, exit: Exit, entry: CommandEntry | None, begun: float) -> CommandResult:
-        """The end of a command as its caller sees it; arguments as for :meth:`_note_end`."""
-        oom_killed = self._note_end(sandbox, exit, entry, begun)
+    def _result(self, sandbox: Sandbox, exit: Exit, command: Command | None) -> CommandResult:
+        """The end of a command as its caller sees it. ``command`` is None if the sandbox doesn't remember it."""
+        oom_killed = command is not None and self._sandboxes.agents.end(sandbox, command, exit)
         return CommandResult(
             exit_code=exit.exit_code,
             signal=exit.signal,
@@ -491,10 +465,6 @@ def _user(user: str | None, init_user: str) -> str:
 
 def _encoded(env: dict[str, str]) -> dict[bytes, bytes]:
     return {os_encode(name): os_encode(value) for name, value in env.items()}
-
-
-def _shown(argv: list[str] | None, command: str | None) -> str:
-    return shorten(command if command is not None else " ".join(argv or ()))
 
 
 def _signal_number(signal: str | int) -> int:

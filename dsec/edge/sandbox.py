@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsec.edge.commands import COMMANDS_MAX
@@ -14,8 +15,18 @@ from libdsec.errors import Conflict, DSecError, SandboxFailed, SandboxGone
 from libdsec.schema import CommandEntry, SandboxEvent, State
 
 if TYPE_CHECKING:
+    from dsec.edge.cgroups import KillCounter
     from dsec.edge.channel import Channel
     from dsec.edge.once import Acts
+
+
+@dataclass(slots=True)
+class Command:
+    """A command as its sandbox remembers it."""
+
+    entry: CommandEntry
+    kills_before: int
+    """Memory kills that were seen before it began: none of those was its own."""
 
 
 class Sandbox:
@@ -31,9 +42,9 @@ class Sandbox:
         "env",
         "events",
         "forget",
+        "kill_counter",
         "last_used",
         "oom_seen",
-        "oom_seen_at",
         "oom_unclaimed",
         "orphan_until",
         "record",
@@ -65,7 +76,7 @@ class Sandbox:
         self.untold_in_journal = True
         """An edge that starts now would take the journal's row for an untold one."""
         self.events = EventLog()
-        self.commands: dict[str, CommandEntry] | None = None
+        self.commands: dict[str, Command] | None = None
         self.acts: Acts | None = None
         """What was done by calls with an idempotency key; made with the first one."""
         self.starting: asyncio.Task[DSecError | None] | None = None
@@ -79,9 +90,12 @@ class Sandbox:
         """Its end leaves no record: nobody was told of it, and its idempotency key is free again."""
         self.dead: asyncio.Future[int] | None = None
         """The agent's wait status, for whoever settles a broken channel."""
+        self.kill_counter: KillCounter | None = None
+        """Open from its first command until its channel is closed."""
         self.oom_seen = 0
-        self.oom_seen_at = 0.0
-        self.oom_unclaimed = 0
+        """How many memory kills were seen: they are numbered from 1."""
+        self.oom_unclaimed: tuple[int, ...] = ()
+        """The numbers of those that no command has claimed, ascending; the newest ones."""
 
     @property
     def id(self) -> str:
@@ -112,10 +126,13 @@ class Sandbox:
         self.last_used = now
 
     def close_channel(self) -> None:
-        """Lets go of the agent; what waits for it fails with ChannelLost."""
+        """Lets go of the agent and of the counter of its memory kills; what waits for the agent fails with ChannelLost."""
         channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()
+        counter, self.kill_counter = self.kill_counter, None
+        if counter is not None:
+            counter.close()
 
     def touch(self, now: float) -> None:
         """The sandbox was used until now."""
@@ -131,27 +148,36 @@ class Sandbox:
         """Adds an event."""
         self.events.add(SandboxEvent(at=at, type=kind, message=message, exec_id=exec_id))
 
-    def command_started(self, entry: CommandEntry) -> None:
-        """Remembers a command; the oldest one goes when there are too many."""
+    def command_started(self, entry: CommandEntry) -> Command:
+        """Remembers a command; the oldest one goes when there are too many. One that is known and hasn't ended keeps its entry: it was
+        found again, or its call was repeated."""
         if self.commands is None:
             self.commands = {}
-        self.commands[entry.exec_id] = entry
+        known = self.commands.get(entry.exec_id)
+        if known is not None and known.entry.duration_s is None:
+            return known
+        command = self.commands[entry.exec_id] = Command(entry, self.oom_seen)
         if len(self.commands) > COMMANDS_MAX:
             del self.commands[next(iter(self.commands))]
+        return command
 
-    def claim_oom_kill(self, counter: int, started_at: float, now: float) -> bool:
-        """Whether a command that ran from ``started_at`` to ``now`` and ended by SIGKILL was killed for memory.
+    def see_oom_kills(self) -> int:
+        """How many of its processes the kernel has killed for memory since this was last asked."""
+        count = 0 if self.kill_counter is None else self.kill_counter.read()
+        rise = count - self.oom_seen
+        if rise <= 0:
+            return 0
+        self.oom_seen = count
+        self.oom_unclaimed = (*self.oom_unclaimed, *range(count - min(rise, COMMANDS_MAX) + 1, count + 1))[-COMMANDS_MAX:]
+        return rise
 
-        ``counter`` is the sandbox's count of such kills. Each is claimed once; one that was seen before the command began is not its own.
-        """
-        if counter > self.oom_seen:
-            self.oom_unclaimed += counter - self.oom_seen
-            self.oom_seen = counter
-            self.oom_seen_at = now
-        if not self.oom_unclaimed or self.oom_seen_at < started_at:
-            return False
-        self.oom_unclaimed -= 1
-        return True
+    def claim_oom_kill(self, command: Command) -> bool:
+        """Whether one of the kills that were seen may be that of ``command``, which ended by SIGKILL. Each is claimed once."""
+        for number in self.oom_unclaimed:
+            if number > command.kills_before:
+                self.oom_unclaimed = tuple(other for other in self.oom_unclaimed if other != number)
+                return True
+        return False
 
 
 @functools.lru_cache(maxsize=1024)

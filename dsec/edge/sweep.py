@@ -65,6 +65,8 @@ class Sweep:
     def _register(self, record: Record) -> Sandbox:
         inventory = self._inventory
         sandbox = Sandbox(record, inventory.clock.monotonic())
+        for event in record.events:
+            sandbox.events.add(event)
         sandbox.oom_seen = inventory.cgroups.oom_kills(record.id)
         self._orphans.adopt(sandbox)
         inventory.add(sandbox)

@@ -283,6 +283,9 @@ class Node:
         self.fail_kill: list[SpawnerError] = []
         self.directories: set[bytes] = set()
         self.oom: dict[str, int] = {}
+        """Memory kills by sandbox, as its cgroup counts them."""
+        self.kill_counters: list[FakeKillCounter] = []
+        """Those that are open."""
         self.held = False
         self.scratch_used = GB
         self.diff = [DiffEntry(path_bytes=b"x\xff", kind="written", size=1)]
@@ -330,8 +333,25 @@ class Node:
     def oom_kills(self, sandbox: str) -> int:
         return self.oom.get(sandbox, 0)
 
+    def kill_counter(self, sandbox: str) -> FakeKillCounter:
+        return FakeKillCounter(self, sandbox)
+
     def usage(self, sandbox: str) -> Usage:
         return Usage(cpu_s=1.5, memory=10, memory_peak=20, pids=3, oom_kills=self.oom_kills(sandbox))
+
+
+class FakeKillCounter:
+    def __init__(self, node: Node, sandbox: str) -> None:
+        self._node = node
+        self._sandbox = sandbox
+        node.kill_counters.append(self)
+
+    def read(self) -> int:
+        assert self in self._node.kill_counters, "it is closed"
+        return self._node.oom_kills(self._sandbox)
+
+    def close(self) -> None:
+        self._node.kill_counters.remove(self)
 
 
 class FakeSpawner:

@@ -367,26 +367,6 @@ class TestExec:
         assert [answer.status for answer in await asyncio.gather(first, second)] == [200, 200]
         assert len(agent.inputs["in"]) == 2 * MB
 
-    async def test_a_memory_kill_is_told_once(self, client: Client, node: Node) -> None:
-        path = await create(client)
-        name = path.rsplit("/", 1)[1]
-        agent = node.agent(name)
-        agent.exit_of = lambda start: Exit(exec_id=start.exec_id, exit_code=137, signal=9)
-        assert not (await client("POST", f"{path}/exec", {"command": "x"})).json()["oom_killed"]
-        node.oom[name] = 1
-        assert (await client("POST", f"{path}/exec", {"command": "x"})).json()["oom_killed"]
-        assert not (await client("POST", f"{path}/exec", {"command": "x"})).json()["oom_killed"]
-        events = (await client("GET", f"{path}/events")).lines()
-        assert [event["type"] for event in events] == ["state", "oom"]
-
-    async def test_a_timeout_is_no_memory_kill(self, client: Client, node: Node) -> None:
-        path = await create(client)
-        name = path.rsplit("/", 1)[1]
-        node.oom[name] = 1
-        node.agent(name).exit_of = lambda start: Exit(exec_id=start.exec_id, exit_code=137, signal=9, timed_out=True)
-        result = (await client("POST", f"{path}/exec", {"command": "x"})).json()
-        assert (result["timed_out"], result["oom_killed"]) == (True, False)
-
     async def test_started_commands_are_listed_shown_and_waited_for(self, client: Client, node: Node) -> None:
         path = await create(client)
         agent = node.agent(path.rsplit("/", 1)[1])
