@@ -325,8 +325,19 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
     argv: list[str]
 
 
+class LayerReads(msgspec.Struct, kw_only=True):
+    """What a sandbox has read of layers that are loaded on demand, in bytes, since the node's blobfs was started."""
+
+    needed: int = 0
+    """What it asked for; what the kernel had in memory already is not in it."""
+    fetched: int = 0
+    """What came from the store, compressed, because it was the first to ask for it."""
+    from_cache: int = 0
+    """Of what it asked for, what was on the node."""
+
+
 class Metrics(msgspec.Struct, kw_only=True):
-    """What a sandbox uses now."""
+    """What a sandbox uses now; of one that failed and is kept, what it used."""
 
     at: float
     cpu_s: float
@@ -338,6 +349,8 @@ class Metrics(msgspec.Struct, kw_only=True):
     disk: int
     disk_limit: int
     oom_kills: int
+    reads: LayerReads | None = None
+    """None: none of its layers is loaded on demand, or it can't be told now."""
 
 
 class SandboxEvent(msgspec.Struct, kw_only=True):
@@ -396,11 +409,17 @@ class ImagePage(msgspec.Struct, kw_only=True):
     cursor: str | None = None
 
 
+RECEIVING = "receiving"
+"""The step of an ImportLine that tells how much of an upload has come."""
+
+
 class ImportLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line (NDJSON) of the answer to an import: progress, and at the end exactly one of ``image`` and ``error``."""
 
     step: str | None = None
     done_bytes: int = 0
+    total_bytes: int | None = None
+    """What ``done_bytes`` grows to in this step; None: it isn't known."""
     image: ImageInfo | None = None
     error: ErrorBody | None = None
 
@@ -435,8 +454,9 @@ class ImageReads(msgspec.Struct, kw_only=True):
     """``name@version``."""
     size: int
     """Of the data, all layers together."""
-    needed: int
-    """Distinct bytes that were ever read."""
+    needed: int | None
+    """Distinct bytes that were ever read, of layers that weren't whole on the node then. None: not measured, as all of the image's data is
+    on the node and nothing of it was ever loaded on demand."""
     fetched: int
     """From the shared store, all in all, unpacked."""
     from_cache: int
@@ -447,8 +467,10 @@ class ImageReads(msgspec.Struct, kw_only=True):
     """Whether it is known what a first sandbox reads, so that nodes fetch that ahead."""
 
     @property
-    def fraction(self) -> float:
-        """Of the image that was ever read, 0 to 1."""
+    def fraction(self) -> float | None:
+        """Of the image that was ever read, 0 to 1; None where ``needed`` is."""
+        if self.needed is None:
+            return None
         return self.needed / self.size if self.size else 0.0
 
     @property

@@ -141,6 +141,8 @@ def _show_metrics(metrics: Metrics) -> None:
         ("disk", size(metrics.disk), size(metrics.disk_limit), ""),
         ("cpu", f"{metrics.cpu_s:.1f} s", "", ""),
     ]
+    if (reads := metrics.reads) is not None:
+        rows.append(("layers read", size(reads.needed), "", f"{size(reads.fetched)} fetched for it, {size(reads.from_cache)} found here"))
     print_table(("", "used", "limit", ""), rows, empty="")
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from dsec.edge.verbs import Peer, Verbs
+from libdsec.schema import LayerReads
 
 _MAX_CHUNKS_PER_CALL = 65_536
 """Chunks named in one call: 64 GB of a blob, and a frame well below its limit."""
@@ -44,12 +45,18 @@ class BlobFigures(msgspec.Struct, kw_only=True):
 
 
 class CacheFigures(msgspec.Struct, kw_only=True):
-    """All registered blobs, and the cache that they share. ``connected``: whether the fetcher can be reached."""
+    """The blobs that were asked for, and the cache that all share. ``connected``: whether the fetcher can be reached."""
 
     blobs: dict[str, BlobFigures] = {}
     cache_bytes: int = 0
     cache_used: int = 0
     connected: bool = False
+
+
+class _Reads(msgspec.Struct):
+    needed: int
+    fetched: int
+    from_cache: int
 
 
 class _Nothing(msgspec.Struct):
@@ -69,8 +76,13 @@ class _Failed(msgspec.Struct):
     reason: str
 
 
+class _Uncached(msgspec.Struct):
+    reason: str
+
+
 _complete = msgspec.msgpack.Decoder(_Complete)
 _failed = msgspec.msgpack.Decoder(_Failed)
+_uncached = msgspec.msgpack.Decoder(_Uncached)
 
 
 class Listener(Protocol):
@@ -81,6 +93,9 @@ class Listener(Protocol):
 
     def on_failed(self, blob: str, reason: str, /) -> None:
         """Reads of the blob gave an error."""
+
+    def on_uncached(self, reason: str, /) -> None:
+        """Its disk takes no chunks: what is read of any blob is fetched each time."""
 
 
 class Blobfs:
@@ -102,6 +117,8 @@ class Blobfs:
             elif event == "failed":
                 failed = _failed.decode(frame)
                 listener.on_failed(failed.blob, failed.reason)
+            elif event == "uncached":
+                listener.on_uncached(_uncached.decode(frame).reason)
 
         peer = Peer("blobfs", path, refused=BlobfsError, lost=BlobfsLost, on_event=tell, on_reconnected=on_reconnected)
         return cls(await Verbs.connect(peer))
@@ -133,9 +150,14 @@ class Blobfs:
         """The chunks that were touched since, in order, each with milliseconds since the start; ends the trace."""
         return (await self._verbs.call("trace_take", {"blob": blob}, _Trace)).chunks
 
-    async def stats(self, blobs: Iterable[str] | None = None) -> CacheFigures:
-        """Figures of these blobs (None: of all), and of the cache."""
-        return await self._verbs.call("stats", {"blobs": None if blobs is None else list(blobs)}, CacheFigures)
+    async def stats(self, blobs: Iterable[str]) -> CacheFigures:
+        """Figures of those of these blobs that are registered (130 bytes each in an answer, which has a limit), and of the cache."""
+        return await self._verbs.call("stats", {"blobs": list(blobs)}, CacheFigures)
+
+    async def reads_of(self, sandbox: str) -> LayerReads:
+        """What a sandbox has read through blobfs since that was started."""
+        reads = await self._verbs.call("reads", {"sandbox": sandbox}, _Reads)
+        return LayerReads(needed=reads.needed, fetched=reads.fetched, from_cache=reads.from_cache)
 
     def close(self) -> None:
         """Disconnects, for good. What is mounted goes on. Repeatable."""

@@ -7,6 +7,7 @@ from typing import TypeVar, get_args
 import msgspec
 
 from dsec.edge.call import MSGPACK, NDJSON, Body, Call
+from dsec.edge.cgroups import Usage
 from dsec.edge.channel import Start
 from dsec.edge.failures import of_builtin
 from dsec.edge.ids import new_exec_id
@@ -92,6 +93,8 @@ class Information:
         """GET …/metrics"""
         record = sandbox.record
         used = self._sandboxes.cgroups.usage(sandbox.id)
+        if (end := record.exit) is not None:
+            used = Usage(cpu_s=end.cpu_s, memory=0, memory_peak=end.memory_peak, pids=0, oom_kills=end.oom_kills)
         disk = await self._sandboxes.inventory.spawner.usage([sandbox.id])
         await call.reply(
             Metrics(
@@ -105,6 +108,7 @@ class Information:
                 disk=disk.get(sandbox.id, 0) + record.inherited,
                 disk_limit=record.disk_mb * MB,
                 oom_kills=used.oom_kills,
+                reads=await self._sandboxes.on_demand.reads_of(record),
             )
         )
 

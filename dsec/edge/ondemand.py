@@ -10,20 +10,30 @@ from typing import Protocol
 
 import structlog
 
-from dsec.edge.blobfs import Blobfs, BlobfsError, Listener
+from dsec.edge.blobfs import Blobfs, BlobfsError, BlobfsLost, Listener
 from dsec.edge.inventory import Inventory
+from dsec.edge.record import Record
+from dsec.edge.tasks import Tasks
+from dsec.http_errors import incident
 from dsec.images.blobs import hex_of
 from dsec.images.environments import Environment
 from dsec.images.pulling import LayerState
 from dsec.images.reads import BlobFigures
 from dsec.images.traces import Touch
 from libdsec.errors import DSecError
-from libdsec.schema import ImageInfo
+from libdsec.schema import ImageInfo, LayerReads
 
 RECORD_S = 20.0
 """What is read of an image in so long after its first start on a node without a trace is its trace."""
 COUNT_EVERY_S = 30.0
 """Between two looks at what sandboxes have read."""
+BLOBS_PER_CALL = 2_000
+"""Whose figures blobfs is asked for at once: 260 KB, of the 4 MiB that an answer may have."""
+FORGET_AFTER_S = 12 * 3600.0
+"""A blob that no sandbox has used for so long is forgotten, with what the cache has of it: else every one that was ever used would keep a
+descriptor and a table in blobfs. What is used every day stays."""
+UNCACHED_EVERY_S = 600.0
+"""Between two events of a sandbox that say so: its log has 200, which one a minute would fill within hours."""
 
 _log = structlog.get_logger("dsec.edge")
 
@@ -63,8 +73,14 @@ class OnDemand:
         """Set to have blobfs asked before its time."""
         self._adopted: set[str] = set()
         """Blobs that the image store has as a whole while blobfs still shows them."""
-        self._seen: set[str] = set()
-        """Digests of images whose trace was replayed, or is being recorded."""
+        self._seen: dict[str, frozenset[str]] = {}
+        """Blobs by the digest of their image, of those whose trace was replayed, is being recorded, or can't be recorded here."""
+        self._recordings: dict[str, _Recording] = {}
+        """Those under way, by blob."""
+        self._used_at: dict[str, float] = {}
+        """When each registered blob was last seen in use, or first seen at all; monotonic seconds."""
+        self._told_uncached: dict[str, float] = {}
+        """When each live sandbox was last told that nothing can be kept; monotonic seconds."""
 
     async def provide(self, environment: Environment) -> frozenset[str]:
         """Makes every layer ready to be mounted; the metadata digests (hex) of those that are to be mounted lazily.
@@ -77,6 +93,7 @@ class OnDemand:
             blobfs = await self._blobfs()
             for state in lazy:
                 if state.index is not None and state.layer.blob is not None:
+                    self._used_at[hex_of(state.layer.blob)] = self._inventory.clock.monotonic()
                     await blobfs.register(hex_of(state.layer.blob), state.index)
             await self._look_ahead(environment, blobfs, {state.layer.digest for state in lazy})
         return frozenset(hex_of(state.layer.digest) for state in lazy)
@@ -84,27 +101,39 @@ class OnDemand:
     async def watch(self) -> None:
         """Adds up what was read and takes over what became whole while nobody listened, for ever."""
         while True:
+            blobs = await asyncio.to_thread(_registered, self._blobs)
             # Without a blob, blobfs may not be there at all, and needs not be.
-            if self._connecting is not None or await asyncio.to_thread(_has_entries, self._blobs):
+            if blobs:
                 try:
-                    await self._count(await self._blobfs())
+                    await self._count(await self._blobfs(), blobs)
                 except (BlobfsError, DSecError) as error:
                     _log.warning("what was read of images can't be counted", reason=str(error))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._looking.wait(), COUNT_EVERY_S)
             self._looking.clear()
 
-    async def _count(self, blobfs: Blobfs) -> None:
-        earlier = set(self._adopted)
-        figures = (await blobfs.stats()).blobs
-        read = {blob: BlobFigures(needed=one.needed, fetched=one.fetched, from_cache=one.from_cache) for blob, one in figures.items()}
-        await self._images.record_reads(read)
-        for blob, one in figures.items():
-            if one.complete:
-                await self._adopt(blob)
+    async def _count(self, blobfs: Blobfs, blobs: Sequence[str]) -> None:
+        self._note_use(blobs)
         # Not those of this look: a creation that was told before that its blob isn't whole may be about to mount it.
-        for blob in earlier.intersection(figures):
-            await self._let_go(blobfs, blob)
+        whole = set(self._adopted)
+        for start in range(0, len(blobs), BLOBS_PER_CALL):
+            figures = (await blobfs.stats(blobs[start : start + BLOBS_PER_CALL])).blobs
+            read = {blob: BlobFigures(needed=one.needed, fetched=one.fetched, from_cache=one.from_cache) for blob, one in figures.items()}
+            # Before a blob is let go, and its figures with it.
+            await self._images.record_reads(read)
+            for blob, one in figures.items():
+                if one.complete:
+                    await self._adopt(blob)
+                if blob in whole or self._is_unused(blob):
+                    await self._let_go(blobfs, blob)
+
+    def _note_use(self, blobs: Sequence[str]) -> None:
+        now, in_use = self._inventory.clock.monotonic(), self._inventory.layers.in_use()
+        self._used_at = {blob: now if blob in in_use else self._used_at.get(blob, now) for blob in blobs}
+
+    def _is_unused(self, blob: str) -> bool:
+        now = self._inventory.clock.monotonic()
+        return now - self._used_at.get(blob, now) >= FORGET_AFTER_S
 
     def close(self) -> None:
         """Disconnects. What is mounted goes on."""
@@ -138,15 +167,22 @@ class OnDemand:
             _log.warning("a complete blob can't be taken over", blob=blob, reason=str(error))
 
     async def _let_go(self, blobfs: Blobfs, blob: str) -> None:
-        """What the image store has as a whole, blobfs need not have as well: its file there is bounded by nobody. While it is mounted it
-        stays."""
+        """What the image store has as a whole, blobfs need not have as well: its file there is bounded by nobody. The same goes for what
+        nobody uses. While it is mounted it stays; a creation that was about to mount it registers it again."""
         try:
             await blobfs.forget(blob)
+        except BlobfsLost:
+            raise
         except BlobfsError as error:
+            # One that can't be let go must not keep the others from being counted.
             if error.code != "conflict":
-                raise
+                _log.warning("a blob can't be forgotten", blob=blob, reason=str(error))
             return
         self._adopted.discard(blob)
+        self._used_at.pop(blob, None)
+        # What was fetched ahead of it is gone, too.
+        for image in [image for image, blobs in self._seen.items() if blob in blobs]:
+            del self._seen[image]
 
     def on_failed(self, blob: str, reason: str) -> None:
         """Reads gave an error: the sandboxes that are made of it are told why."""
@@ -155,43 +191,98 @@ class OnDemand:
             if any(layer.blob == blob for layer in sandbox.record.layers):
                 sandbox.note(now, "storage", f"data of its image can't be read: {reason}")
 
+    def on_uncached(self, reason: str) -> None:
+        """blobfs' disk takes no chunks: the sandboxes that read through it are told why they are slow."""
+        _log.warning("what is read on demand can't be kept", reason=reason)
+        now, told = self._inventory.clock.monotonic(), self._told_uncached
+        self._told_uncached = {}
+        for sandbox in self._inventory:
+            if not any(layer.lazy for layer in sandbox.record.layers):
+                continue
+            at = told.get(sandbox.id)
+            if at is None or now - at >= UNCACHED_EVERY_S:
+                at = now
+                message = f"this node's disk takes no more data of its image, so that it is fetched each time it is read: {reason}"
+                sandbox.note(self._inventory.clock.wall(), "storage", message)
+            self._told_uncached[sandbox.id] = at
+
     def on_reconnected(self) -> None:
-        """blobfs was restarted. It remembers its blobs; what became whole meanwhile nobody was told."""
+        """blobfs was restarted. It remembers its blobs; what became whole meanwhile nobody was told, and what it was to fetch ahead or to
+        record is lost."""
         self._looking.set()
+        self._seen.clear()
+        for recording in self._recordings.values():
+            recording.lose()
+
+    async def reads_of(self, record: Record) -> LayerReads | None:
+        """What a sandbox has read of layers that are loaded on demand. None: it has none, or blobfs doesn't answer."""
+        if not any(layer.lazy for layer in record.layers):
+            return None
+        try:
+            return await (await self._blobfs()).reads_of(record.id)
+        except BlobfsError as error:
+            _log.info("what a sandbox has read can't be told", sandbox=record.id, error=str(error))
+            return None
 
     # -- what an earlier run read
 
     async def _look_ahead(self, environment: Environment, blobfs: Blobfs, lazy: set[str]) -> None:
-        """Replays the traces of the environment's images, or begins to record them."""
+        """Replays the traces of the environment's images, or begins to record them. A trace is a hint: no failure of it fails the start."""
         for name in (environment.image, *([] if environment.workspace is None else [environment.workspace]), *environment.toolkits):
-            info = self._images.get(name)
-            blobs = {
-                index: hex_of(layer.blob) for index, layer in enumerate(info.layers) if layer.blob is not None and layer.digest in lazy
-            }
-            if not blobs or info.digest in self._seen:
-                continue
-            self._seen.add(info.digest)
-            touches = await self._images.trace(info)
-            if touches is None:
-                for blob in blobs.values():
-                    await blobfs.trace_start(blob)
-                self._inventory.tasks.start(self._record(info, blobs), f"record {name}")
-            elif self._prefetch:
-                for index, blob in blobs.items():
-                    await blobfs.prefetch(blob, [touch.chunk for touch in touches if touch.layer == index])
+            try:
+                await self._look_ahead_of(self._images.get(name), blobfs, lazy)
+            except Exception as failure:
+                _log_hint_lost(name, failure)
 
-    async def _record(self, image: ImageInfo, blobs: Mapping[int, str]) -> None:
-        await asyncio.sleep(RECORD_S)
+    async def _look_ahead_of(self, image: ImageInfo, blobfs: Blobfs, lazy: set[str]) -> None:
+        data = {index: layer for index, layer in enumerate(image.layers) if layer.blob is not None}
+        blobs = {index: hex_of(layer.blob) for index, layer in data.items() if layer.blob is not None and layer.digest in lazy}
+        if not blobs or image.digest in self._seen:
+            return
+        self._seen[image.digest] = frozenset(blobs.values())
         try:
-            blobfs = await self._blobfs()
-            touches = [
-                Touch(layer, chunk, milliseconds) for layer, blob in blobs.items() for chunk, milliseconds in await blobfs.trace_take(blob)
-            ]
+            touches = await self._images.trace(image)
+            if touches is not None:
+                await self._replay(blobfs, blobs, touches)
+            elif len(blobs) == len(data):
+                # Of an image that is whole here in part, only the rest is read through blobfs.
+                await self._begin_recording(image, blobfs, blobs)
+        except BaseException:
+            self._seen.pop(image.digest, None)
+            raise
+
+    async def _replay(self, blobfs: Blobfs, blobs: Mapping[int, str], touches: Sequence[Touch]) -> None:
+        if self._prefetch:
+            for index, blob in blobs.items():
+                await blobfs.prefetch(blob, [touch.chunk for touch in touches if touch.layer == index])
+
+    async def _begin_recording(self, image: ImageInfo, blobfs: Blobfs, blobs: Mapping[int, str]) -> None:
+        """Returns when all that is read from here on is recorded, or it is clear that it can't be."""
+        recordings = {index: self._recording(blobfs, blob) for index, blob in blobs.items()}
+        self._inventory.tasks.start(self._save_trace(image, recordings), f"record {image.digest}")
+        for recording in recordings.values():
+            await recording.begun.wait()
+
+    def _recording(self, blobfs: Blobfs, blob: str) -> _Recording:
+        """The one that is under way, whichever image began it, or else a new one."""
+        recording = self._recordings.get(blob)
+        if recording is None:
+            recording = self._recordings[blob] = _Recording(blobfs, blob, self._inventory.tasks)
+            recording.when_ended(lambda: self._recordings.pop(blob))
+        return recording
+
+    async def _save_trace(self, image: ImageInfo, recordings: Mapping[int, _Recording]) -> None:
+        """Makes a trace of the recordings of an image's layers, when they have ended. Without one of them there is none: half a trace would
+        be replayed as a whole one."""
+        try:
+            read = {layer: await recording.touches() for layer, recording in recordings.items()}
+            touches = [Touch(layer, chunk, milliseconds) for layer, first in read.items() for chunk, milliseconds in first]
             if touches:
                 await self._images.save_trace(image, sorted(touches, key=lambda touch: touch.ms))
-        except (BlobfsError, DSecError) as error:
-            # The next node records it.
-            _log.warning("what was read of an image can't be recorded", image=image.digest, reason=str(error))
+        except Exception as failure:
+            # The next start tries again.
+            self._seen.pop(image.digest, None)
+            _log_hint_lost(image.digest, failure)
 
     async def _blobfs(self) -> Blobfs:
         if self._connecting is None or (self._connecting.done() and (self._connecting.cancelled() or self._connecting.exception())):
@@ -199,11 +290,58 @@ class OnDemand:
         return await asyncio.shield(self._connecting)
 
 
-def _has_entries(directory: Path) -> bool:
+class _Recording:
+    """What is read first of a blob within RECORD_S, for every image that has the blob: blobfs records it once at a time."""
+
+    def __init__(self, blobfs: Blobfs, blob: str, tasks: Tasks) -> None:
+        self._blobfs = blobfs
+        self._blob = blob
+        self.begun = asyncio.Event()
+        """Set when reads are recorded, or it is clear that they can't be."""
+        self._task = tasks.start(self._record(), f"record blob {blob[:12]}")
+        self.when_ended(self.begun.set)
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        self._task.add_done_callback(lambda _: call())
+
+    def lose(self) -> None:
+        """Ends it without a result."""
+        self._task.cancel()
+
+    async def touches(self) -> list[tuple[int, int]]:
+        """Waits for its end: chunks in the order of their first reads, each with milliseconds since it was begun. Raises BlobfsError."""
+        await asyncio.wait([self._task])
+        if self._task.cancelled():
+            raise BlobfsLost("blobfs was restarted meanwhile")
+        found = self._task.result()
+        if isinstance(found, BlobfsError):
+            raise found
+        return found
+
+    async def _record(self) -> list[tuple[int, int]] | BlobfsError:
+        """An error is a value here: each image's trace is lost by it, which is told there."""
+        try:
+            await self._blobfs.trace_start(self._blob)
+            self.begun.set()
+            await asyncio.sleep(RECORD_S)
+            return await self._blobfs.trace_take(self._blob)
+        except BlobfsError as error:
+            return error
+
+
+def _log_hint_lost(image: str, failure: Exception) -> None:
+    if isinstance(failure, (BlobfsError, DSecError)):
+        _log.warning("what is read of an image can't be recorded or fetched ahead", image=image, reason=str(failure))
+    else:
+        incident(failure, f"the trace of {image}")
+
+
+def _registered(directory: Path) -> list[str]:
+    """The blobs whose tables blobfs has there. It knows all of them, also after restarts of either side."""
     try:
-        return any(directory.iterdir())
+        return sorted(file.stem for file in directory.iterdir() if file.suffix == ".idx")
     except OSError:
-        return False
+        return []
 
 
 async def _as_coroutine(connecting: Awaitable[Blobfs]) -> Blobfs:

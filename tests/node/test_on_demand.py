@@ -67,6 +67,28 @@ async def test_an_image_of_another_node_starts_without_being_fetched_whole(nodes
     assert 0 < nodes.kept() < image.size / 2
 
 
+async def test_each_sandbox_is_told_what_it_has_read_itself(nodes: Nodes, client: DSecClient) -> None:
+    size = 3 << 20
+    cold = "head -c 3145728 /usr/bin/perl | sha256sum"
+    await asyncio.to_thread(Path("/proc/sys/vm/drop_caches").write_text, "3")
+    async with (
+        await client.run_container(_args(), timeout=DEADLINE_S) as reader,
+        await client.run_container(_args(), timeout=DEADLINE_S) as other,
+    ):
+        before = (await reader.metrics()).reads
+        assert before is not None
+        assert (await reader.exec(cold, timeout=DEADLINE_S)).exit_code == 0
+        reads = (await reader.metrics()).reads
+        assert reads is not None and reads.needed - before.needed >= size, (before, reads)
+        assert reads.fetched + reads.from_cache > before.fetched + before.from_cache
+        # From memory: nobody asks for it again.
+        assert (await other.exec(cold, timeout=DEADLINE_S)).exit_code == 0
+        less = (await other.metrics()).reads
+        assert less is not None and less.needed < size
+    async with DSecClient(nodes.first.url, nodes.first.api_key) as first, await first.run_container(_args(), timeout=DEADLINE_S) as whole:
+        assert (await whole.metrics()).reads is None
+
+
 async def test_what_is_read_is_what_the_other_node_has(nodes: Nodes, client: DSecClient) -> None:
     command = "find /usr/bin /usr/lib/python3* /etc -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum"
     other = DSecClient(nodes.first.url, nodes.first.api_key)

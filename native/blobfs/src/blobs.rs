@@ -14,7 +14,7 @@ use wire::digest::is_digest;
 
 use crate::cache::{CacheFile, Directory};
 use crate::chunk;
-use crate::device::{Attributes, Device};
+use crate::device::{Attributes, Device, Range, Request};
 use crate::events::{Event, Events};
 use crate::fetch;
 use crate::flights::{Flights, Neighbours, Priority};
@@ -22,6 +22,7 @@ use crate::lru::Lru;
 use crate::pending::Pending;
 use crate::readahead::Readers;
 use crate::table::{Invalid, Kind, Table};
+use crate::who::{Name, Who};
 
 /// What is counted as needed by readers: pages.
 const BLOCK: u64 = 4096;
@@ -29,6 +30,8 @@ const BLOCK: u64 = 4096;
 const DISK_PIECE: u32 = 1 << 20;
 /// Bytes of chunks that couldn't be kept and are held in memory for their next readers: a chunk is read in pieces. At least one chunk is.
 const RECENT: usize = 8 << 20;
+/// Sandboxes whose reads are counted; with one more the half that has read nothing for longest is forgotten.
+const SANDBOXES_MAX: usize = 32_768;
 /// A blob's failures are told at most this often: every reader would tell the same.
 const FAILURES_EVERY: Duration = Duration::from_secs(1);
 /// That chunks can't be kept is told at most this often: on a disk that is nearly full every other one fits.
@@ -171,6 +174,22 @@ struct State {
     link: Option<UnixStream>,
     /// When it was last told that chunks can't be kept.
     said_full: Option<Instant>,
+    sandboxes: HashMap<Name, Reads>,
+    /// Reads of all sandboxes so far.
+    reads: u64,
+}
+
+/// What a sandbox has read of all blobs; bytes.
+#[derive(Clone, Copy, Default)]
+pub struct Reads {
+    /// What it asked for: what is in the kernel's memory already it gets without asking.
+    pub needed: u64,
+    /// Frames that it was the first to ask for.
+    pub fetched: u64,
+    /// Reads that waited for nothing.
+    pub from_cache: u64,
+    /// The number of its last read among all of the node.
+    last: u64,
 }
 
 /// Figures of one blob; bytes.
@@ -206,6 +225,7 @@ pub struct Blobs {
     events: Arc<Events>,
     /// Held while a blob comes or goes: both take several steps.
     changing: Mutex<()>,
+    who: Who,
 }
 
 /// The number of a blob's inode: the same in every process, since the kernel keeps it over restarts. None for what is no digest.
@@ -241,6 +261,20 @@ enum Plan {
 }
 
 impl State {
+    /// Where the reads of a sandbox are counted.
+    fn reads_of(&mut self, sandbox: Name) -> &mut Reads {
+        if self.sandboxes.len() >= SANDBOXES_MAX && !self.sandboxes.contains_key(&sandbox) {
+            let mut last: Vec<u64> = self.sandboxes.values().map(|reads| reads.last).collect();
+            let middle = last.len() / 2;
+            let middle = *last.select_nth_unstable(middle).1;
+            self.sandboxes.retain(|_, reads| reads.last > middle);
+        }
+        self.reads += 1;
+        let reads = self.sandboxes.entry(sandbox).or_default();
+        reads.last = self.reads;
+        reads
+    }
+
     fn pin(&mut self, key: Key) {
         *self.pins.entry(key).or_insert(0) += 1;
     }
@@ -439,6 +473,8 @@ impl Blobs {
                 recent: VecDeque::new(),
                 link: None,
                 said_full: None,
+                sandboxes: HashMap::new(),
+                reads: 0,
             }),
             busy: Condvar::new(),
             device,
@@ -448,6 +484,7 @@ impl Blobs {
             jobs,
             events,
             changing: Mutex::new(()),
+            who: Who::default(),
         };
         for (hex, raw) in tables {
             // A table that this version can't read is one that nobody has registered with it.
@@ -662,25 +699,42 @@ impl Blobs {
     /// Figures of these blobs (those that are unknown are left out), or of all.
     pub fn stats(&self, wanted: Option<&[String]>) -> Totals {
         let state = self.lock();
-        let blobs = state
-            .blobs
-            .values()
-            .filter(|blob| wanted.is_none_or(|names| names.contains(&blob.hex)))
-            .map(|blob| Figures {
-                hex: blob.hex.clone(),
-                size: blob.table.size,
-                needed: blob.needed,
-                fetched: blob.fetched,
-                from_cache: blob.from_cache,
-                complete: blob.is_complete(),
-            })
-            .collect();
+        let figures = |blob: &Blob| Figures {
+            hex: blob.hex.clone(),
+            size: blob.table.size,
+            needed: blob.needed,
+            fetched: blob.fetched,
+            from_cache: blob.from_cache,
+            complete: blob.is_complete(),
+        };
+        let blobs = match wanted {
+            None => state.blobs.values().map(figures).collect(),
+            Some(names) => names
+                .iter()
+                .filter_map(|hex| {
+                    state
+                        .blobs
+                        .get(&node_of(hex)?)
+                        .filter(|blob| blob.hex == *hex)
+                })
+                .map(figures)
+                .collect(),
+        };
         Totals {
             cache_bytes: self.bound,
             cache_used: state.used,
             connected: state.link.is_some(),
             blobs,
         }
+    }
+
+    /// What a sandbox has read since this process began.
+    pub fn reads_of(&self, sandbox: &str) -> Reads {
+        self.lock()
+            .sandboxes
+            .get(sandbox)
+            .copied()
+            .unwrap_or_default()
     }
 
     // -- what the kernel asks for
@@ -719,11 +773,12 @@ impl Blobs {
     }
 
     /// Answers a read, now or when its chunks are there. `buffer` is the caller's, for the content.
-    pub fn read(&self, unique: u64, node: u64, offset: u64, size: u32, buffer: &mut Vec<u8>) {
+    pub fn read(&self, request: &Request, range: Range, buffer: &mut Vec<u8>) {
+        let unique = request.unique;
         // A second time if the cache's disk fails; then from the store.
         for _ in 0..2 {
             let mut jobs = Vec::new();
-            let plan = self.plan(unique, node, offset, size, &mut jobs);
+            let plan = self.plan(request, &range, &mut jobs);
             self.run(jobs);
             match plan {
                 Plan::Done => return,
@@ -739,7 +794,7 @@ impl Blobs {
                     if buffer.len() < length {
                         buffer.resize(length, 0);
                     }
-                    let read = file.read(offset, &mut buffer[..length]);
+                    let read = file.read(range.offset, &mut buffer[..length]);
                     let mut state = self.lock();
                     pinned.iter().for_each(|key| state.unpin(*key));
                     match read {
@@ -786,8 +841,10 @@ impl Blobs {
         self.device.refuse(unique, libc::EIO);
     }
 
-    fn plan(&self, unique: u64, node: u64, offset: u64, size: u32, jobs: &mut Vec<Job>) -> Plan {
+    fn plan(&self, request: &Request, range: &Range, jobs: &mut Vec<Job>) -> Plan {
+        let (unique, node, offset) = (request.unique, request.node, range.offset);
         let now = Instant::now();
+        let sandbox = self.who.is(request.task, now);
         let mut guard = self.lock();
         let state = &mut *guard;
         let Some(blob) = state.blobs.get_mut(&node) else {
@@ -795,7 +852,11 @@ impl Blobs {
             self.device.refuse(unique, libc::EIO);
             return Plan::Done;
         };
-        let length = blob.table.size.saturating_sub(offset).min(u64::from(size));
+        let length = blob
+            .table
+            .size
+            .saturating_sub(offset)
+            .min(u64::from(range.size));
         if length == 0 {
             drop(guard);
             self.device.reply(unique, &[]);
@@ -825,6 +886,16 @@ impl Blobs {
         if missing.is_empty() {
             blob.from_cache += length;
             next = blob.next_on_disk(offset, length);
+        }
+        if let Some(sandbox) = sandbox {
+            let new = missing.iter().filter(|key| !state.flights.has(**key));
+            let frame = |key: &Key| table.frames(key.chunk, key.chunk).map(|frame| frame.1);
+            let fetched: u64 = new.filter_map(frame).map(u64::from).sum();
+            let is_there = missing.is_empty();
+            let reads = state.reads_of(sandbox);
+            reads.needed += length;
+            reads.fetched += fetched;
+            reads.from_cache += if is_there { length } else { 0 };
         }
         for key in &there {
             state.pin(*key);

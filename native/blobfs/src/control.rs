@@ -28,6 +28,7 @@ enum Verb {
     TraceTake { blob: String },
     Seal { blob: String },
     Stats { blobs: Option<Vec<String>> },
+    Reads { sandbox: String },
 }
 
 /// The name of the argument that is missing or not allowed.
@@ -66,6 +67,9 @@ fn verb(map: &Value) -> Result<Verb, Bad> {
         "seal" => Verb::Seal { blob: blob()? },
         "stats" => Verb::Stats {
             blobs: argument("blobs", map.get("blobs").optional(texts))?,
+        },
+        "reads" => Verb::Reads {
+            sandbox: argument("sandbox", map.get("sandbox").text())?,
         },
         _ => return Err(Bad("verb")),
     })
@@ -139,6 +143,12 @@ fn carry_out(blobs: &Blobs, id: u64, verb: Verb) -> Result<Vec<u8>, Refusal> {
         Verb::TraceStart { blob } => blobs.trace_start(&blob).map(done),
         Verb::TraceTake { blob } => Ok(trace(id, &blobs.trace_take(&blob)?)),
         Verb::Seal { blob } => blobs.seal(&blob).map(done),
+        Verb::Reads { sandbox } => {
+            let reads = blobs.reads_of(&sandbox);
+            let out = answer(id, 3).text("needed").unsigned(reads.needed);
+            let out = out.text("fetched").unsigned(reads.fetched);
+            Ok(out.text("from_cache").unsigned(reads.from_cache).finish())
+        }
         Verb::Stats { blobs: wanted } => Ok(stats(id, &blobs.stats(wanted.as_deref()))),
     }
 }

@@ -45,6 +45,8 @@ pub struct Request<'a> {
     pub opcode: u32,
     pub unique: u64,
     pub node: u64,
+    /// The task that it comes from, as this process numbers tasks.
+    pub task: u32,
     pub body: &'a [u8],
 }
 
@@ -214,6 +216,7 @@ impl Device {
             opcode: u32_at(buffer, 4),
             unique: u64_at(buffer, 8),
             node: u64_at(buffer, 16),
+            task: u32_at(buffer, 32),
             body: &buffer[IN_HEADER..length],
         }))
     }
@@ -306,6 +309,7 @@ mod tests {
             opcode: opcode::LOOKUP,
             unique: 1,
             node: ROOT,
+            task: 1,
             body: b"name\0rest",
         };
         assert_eq!(request.name(), b"name");

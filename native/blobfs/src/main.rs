@@ -15,6 +15,7 @@ mod pending;
 mod readahead;
 mod spawner;
 mod table;
+mod who;
 
 use std::io;
 use std::sync::{mpsc, Arc, Mutex, PoisonError};
@@ -138,7 +139,7 @@ fn answer(device: &Device, blobs: &Blobs, request: &Request, content: &mut Vec<u
     match request.opcode {
         opcode::READ => {
             let range = request.range();
-            blobs.read(unique, request.node, range.offset, range.size, content);
+            blobs.read(request, range, content);
         }
         opcode::LOOKUP if request.node == device::ROOT => match blobs.lookup(request.name()) {
             Some(found) => device.reply(unique, &found.entry()),
