@@ -31,6 +31,7 @@ from dsec.api.keys import Keys
 from dsec.api.listener import Listener, bind, bound_at, is_loopback, origin
 from dsec.edge import Edge, EdgeConfig
 from dsec.images import ImageStore, RegistryPolicy
+from dsec.images.retiring import CACHE_BYTES
 from dsec.images.shared import open_blobs
 from dsec.store import Store
 
@@ -52,6 +53,8 @@ class ServeConfig:
     prefetch: bool = True
     store: str | None = None
     """The store that this node shares with others: a directory or an s3:// URL; None: images stay on this node."""
+    cache_gb: int = CACHE_BYTES >> 30
+    """What whole blobs may take on this node that the shared store has too."""
     ports_url: str | None = None
     """How clients reach the ports listener; None: at the address that it is bound to."""
     first_key: Seed | None = None
@@ -115,7 +118,8 @@ async def serve(config: ServeConfig) -> None:
         await keys.open()
         shared = None if config.store is None else open_blobs(config.store)
         registries = RegistryPolicy.of(config.allow_registry)
-        images = ImageStore(config.state_dir / "images", store, shared=shared, registries=registries)
+        cache_bytes = config.cache_gb << 30
+        images = ImageStore(config.state_dir / "images", store, shared=shared, registries=registries, cache_bytes=cache_bytes)
         await images.open()
         closing.push_async_callback(images.close)
         ports_url = config.ports_url or origin(ports_socket)
@@ -200,6 +204,9 @@ def _parse(argv: Sequence[str] | None) -> ServeConfig:
     parser.add_argument("--ports-port", type=int, default=7071, help="of the listener for ports inside sandboxes; 0: any free one")
     parser.add_argument("--no-prefetch", dest="prefetch", action="store_false", help="don't fetch ahead what earlier runs read of an image")
     parser.add_argument("--store", help="store to share images through: a directory, or s3://BUCKET/PREFIX?endpoint=URL&credentials=FILE")
+    parser.add_argument(
+        "--cache-gb", type=int, default=ServeConfig.cache_gb, help="what layers may take that the shared store has too (%(default)s)"
+    )
     parser.add_argument("--ports-url", help="how clients reach that listener, where it isn't its own address (behind a proxy, say)")
     parser.add_argument("--cgroup", default="dsec", help="name of the root cgroup that the spawner was started with")
     parser.add_argument("--first-key", type=Seed.parse, help="<id>:<sha256> of a key to accept if the store has none")

@@ -20,7 +20,7 @@ from libdsec.dockerfile import build_archive
 from libdsec.errors import ImageError, InvalidArgument, Unavailable, from_body
 from libdsec.locks import Lock
 from libdsec.registry_login import find_login
-from libdsec.schema import FsckLine, ImageChange, ImageFinding, ImageInfo, ImagePage, ImageReads, ImportLine, RegistryImport
+from libdsec.schema import RECEIVING, FsckLine, ImageChange, ImageFinding, ImageInfo, ImagePage, ImageReads, ImportLine, RegistryImport
 from libdsec.tar import CHUNK, file_chunks, in_thread, write_archive
 from libdsec.transport import Answer, encode
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Kind = Literal["base", "workspace", "toolkit"]
 Format = Literal["auto", "tar", "docker-archive", "oci-archive"]
 Progress = Callable[[str, int], None]
+Told = Callable[[ImportLine], None]
 
 DEBIAN = "mmdebstrap:"
 """What sources begin with that are made by mmdebstrap: ``mmdebstrap:bookworm?include=git,python3``."""
@@ -74,6 +75,7 @@ class Images:
         credentials: tuple[str, str] | None = None,
         insecure: bool = False,
         progress: Progress | None = None,
+        told: Told | None = None,
     ) -> ImageInfo:
         """Import ``source`` as the next version of ``name``.
 
@@ -83,25 +85,26 @@ class Images:
         is given. ``kind``: what it will be used as. ``at``: where in the sandbox the content of a directory or plain tar appears.
         ``credentials``: user and password for the registry; None: what ``docker login`` or ``skopeo login`` left on this machine for it.
         ``insecure``: the registry is spoken to by plain HTTP. ``progress``: called with what is being done and the bytes that have been
-        received.
+        received. ``told``: called with the same as an ImportLine, which has the total too where that is known.
 
         Directories keep owners (as numbers), modes, times, hardlinks, devices and the xattrs ``user.*`` and ``security.capability``; holes
         are sent as zeros. Raises ImageError for an archive that is broken, hostile or of an unknown kind, InvalidArgument for a name or an
         argument that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, OSError for a
         source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. For an image of a
         registry also ImageNotFound, PermissionDenied where the registry or the server's rules refuse (an admin's key may name any
-        registry), Unavailable where it can't be reached; a later import of it goes on with the layers that came. Calling it again after
-        success makes another version.
+        registry), Unavailable where it can't be reached; a later import of it goes on with the layers that came. Where the server shares a
+        store also Conflict, NoCapacity and Unavailable of that (the message says so): the image is then made on the server's node, and
+        sending it is tried again. Calling it again after success makes another version.
         """
         source = os.fspath(source)
         if source.startswith(REGISTRY):
             if at != "/" or format != "auto":
                 raise InvalidArgument("at and format are for archives: an image of a registry says itself what it is", field="source")
-            return await self._import_registry(source, name, kind, credentials, insecure=insecure, progress=progress)
+            return await self._import_registry(source, name, kind, credentials, insecure=insecure, tell=_teller(progress, told))
         if credentials is not None or insecure:
             raise InvalidArgument(f"credentials and insecure are for sources that begin with {REGISTRY}", field="source")
-        stream, format = _open_source(source, format)
-        return await self._upload(stream, {"name": name, "kind": kind, "at": at, "format": format}, progress)
+        stream, format, size = _open_source(source, format)
+        return await self._upload(stream, size, {"name": name, "kind": kind, "at": at, "format": format}, _teller(progress, told))
 
     async def build(
         self,
@@ -112,24 +115,26 @@ class Images:
         kind: Kind = "base",
         build_args: Mapping[str, str] | None = None,
         progress: Progress | None = None,
+        told: Told | None = None,
     ) -> ImageInfo:
         """Build a Dockerfile on this machine and import the result as the next version of ``name``.
 
         buildah does it, or docker where only that is installed; both as they are configured here. ``directory``: the build's context.
         ``file``: the Dockerfile; None: ``Dockerfile`` or ``Containerfile`` in the directory. ``build_args``: values for its ARGs.
+        ``progress`` and ``told`` as for :meth:`import_`.
 
         Raises InvalidArgument when there is nothing to build, or nothing to build it with, ImageError with what the builder printed last
         when it fails, and what :meth:`import_` raises.
         """
-        if progress is not None:
-            progress("building", 0)
+        tell = _teller(progress, told)
+        tell(ImportLine(step="building"))
         arguments = dict(build_args or {})
         async with build_archive(Path(directory), None if file is None else Path(file), arguments) as (archive, format):
             query = {"name": name, "kind": kind, "at": "/", "format": format}
-            return await self._upload(in_thread(file_chunks(archive)), query, progress)
+            return await self._upload(in_thread(file_chunks(archive)), archive.stat().st_size, query, tell)
 
     async def _import_registry(
-        self, source: str, name: str, kind: Kind, credentials: tuple[str, str] | None, *, insecure: bool, progress: Progress | None
+        self, source: str, name: str, kind: Kind, credentials: tuple[str, str] | None, *, insecure: bool, tell: Told
     ) -> ImageInfo:
         if credentials is None:
             host, _, rest = source.removeprefix(REGISTRY).partition("/")
@@ -139,13 +144,13 @@ class Images:
         body = RegistryImport(source=source, name=name, kind=kind, username=username, password=password, insecure=insecure)
         headers = {"Idempotency-Key": secrets.token_hex(12)}
         url = self._transport.at("/v1/images/from-registry")
-        return await _outcome(self._transport.lines("POST", url, _import_line, body=encode(body), headers=headers), progress)
+        return await _outcome(self._transport.lines("POST", url, _import_line, body=encode(body), headers=headers), tell)
 
-    async def _upload(self, stream: AsyncIterator[bytes], query: Mapping[str, str], progress: Progress | None) -> ImageInfo:
+    async def _upload(self, stream: AsyncIterator[bytes], size: int | None, query: Mapping[str, str], tell: Told) -> ImageInfo:
         headers = {"Idempotency-Key": secrets.token_hex(12)}
         upload = _Upload(stream)
         lines = self._transport.lines("POST", self._transport.at("/v1/images", query), _import_line, data=upload.chunks(), headers=headers)
-        outcome = asyncio.create_task(_outcome(lines, progress))
+        outcome = asyncio.create_task(_outcome(lines, lambda line: tell(_sized(line, size))))
         try:
             await asyncio.wait([outcome, upload.broken], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -168,42 +173,43 @@ class Images:
                 return images
 
     async def get(self, reference: str) -> ImageInfo:
-        """The image that is referred to. Raises ImageNotFound. Safe to repeat."""
+        """The image that is referred to. Raises ImageNotFound, ImageError for what is broken in the shared store. Safe to repeat."""
         return await self._transport.call("GET", self._transport.at(_path(reference)), _image)
 
     async def remove(self, reference: str) -> ImageInfo:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
         Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
-        the store, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat it, for a repetition of what
-        was done raises ImageNotFound.
+        the store, and while it is sent there, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat
+        it, for a repetition of what was done raises ImageNotFound.
         """
         async with self._transport.request("DELETE", self._transport.at(_path(reference))) as response:
             return _image.decode(response.headers.get("Content-Type", ""), await response.read())
 
-    async def push(self, reference: str, *, progress: Progress | None = None) -> ImageInfo:
+    async def push(self, reference: str, *, progress: Progress | None = None, told: Told | None = None) -> ImageInfo:
         """Send an image that the server's node has to the store that it shares with others. Imports do so by themselves; this is for images
-        from before, and for what broke off. ``progress`` as for :meth:`import_`.
+        from before, and for what broke off. ``progress`` and ``told`` as for :meth:`import_`.
 
         Raises ImageNotFound (also where its data isn't whole on that node), PermissionDenied, Conflict where the store has another image
-        under that version, InvalidArgument where the server shares no store, Unavailable. Safe to repeat: what is there isn't sent again.
+        under that version, InvalidArgument where the server shares no store, ImageError where the image must be imported again, NoCapacity,
+        Unavailable. Safe to repeat: what is there isn't sent again.
         """
-        return await self._told("push", {"reference": reference}, progress)
+        return await self._told("push", {"reference": reference}, _teller(progress, told))
 
-    async def pull(self, reference: str, *, whole: bool = False, progress: Progress | None = None) -> ImageInfo:
+    async def pull(self, reference: str, *, whole: bool = False, progress: Progress | None = None, told: Told | None = None) -> ImageInfo:
         """Fetch an image's metadata from the shared store, with ``whole`` its data too; sandboxes start without that and fetch what they
-        read. ``progress`` as for :meth:`import_`.
+        read. ``progress`` and ``told`` as for :meth:`import_`.
 
         Raises ImageNotFound, ImageError for what is broken in the store, NoCapacity, Unavailable. Safe to repeat: it goes on where it was.
         """
-        return await self._told("pull", {"reference": reference, "whole": "true" if whole else "false"}, progress)
+        return await self._told("pull", {"reference": reference, "whole": "true" if whole else "false"}, _teller(progress, told))
 
-    async def _told(self, verb: str, query: dict[str, str], progress: Progress | None) -> ImageInfo:
-        return await _outcome(self._transport.lines("POST", self._transport.at(f"/v1/images/{verb}", query), _import_line), progress)
+    async def _told(self, verb: str, query: dict[str, str], tell: Told) -> ImageInfo:
+        return await _outcome(self._transport.lines("POST", self._transport.at(f"/v1/images/{verb}", query), _import_line), tell)
 
     async def stats(self, reference: str) -> ImageReads:
-        """What sandboxes have read of an image on the server's node: how much of it, and where it came from. Raises ImageNotFound,
-        Unavailable. Safe to repeat."""
+        """What sandboxes have read of an image on the server's node: how much of it, and where it came from. What is read of data that
+        is whole on the node isn't measured. Raises ImageNotFound, Unavailable. Safe to repeat."""
         return await self._transport.call("GET", self._transport.at("/v1/image-stats", {"reference": reference}), _reads)
 
     async def diff(self, before: str, after: str) -> builtins.list[ImageChange]:
@@ -217,8 +223,9 @@ class Images:
         self, *, deep: bool = False, repair: bool = False, found: Callable[[ImageFinding], None] | None = None
     ) -> builtins.list[ImageFinding]:
         """Check the images of the server's node and the store that it shares: what is missing, wrong, half-made or in nobody's use.
-        ``deep`` reads everything and compares digests; ``repair`` mends what can be, and each finding says whether it was; ``found`` is
-        told each finding at once. Raises PermissionDenied unless the key is an admin's, Unavailable. Safe to repeat."""
+        ``deep`` reads everything and compares digests; ``repair`` mends what can be, and each finding says whether it was. A broken file
+        that no store has and no sandbox uses it removes, so that the next import of the same content makes it again. ``found`` is told each
+        finding at once. Raises PermissionDenied unless the key is an admin's, NoCapacity, Unavailable. Safe to repeat."""
         query = {"deep": "true" if deep else "false", "repair": "true" if repair else "false"}
         findings: builtins.list[ImageFinding] = []
         async with contextlib.aclosing(self._transport.lines("POST", self._transport.at("/v1/images/fsck", query), _fsck_line)) as lines:
@@ -243,7 +250,7 @@ class Images:
         network_rules: Mapping[str, bool] | None = None,
     ) -> Lock:
         """The exact layers that these references mean now, to be written to a file (:meth:`Lock.write`) and started from
-        (``Sandbox.create(lock=…)``). Raises ImageNotFound, InvalidArgument for an image of the wrong kind. Safe to repeat."""
+        (``Sandbox.create(lock=…)``). Raises what :meth:`get` raises, InvalidArgument for an image of the wrong kind. Safe to repeat."""
         return Lock(
             image=await self._pinned(image, "base"),
             workspace=None if workspace is None else await self._pinned(workspace, "workspace"),
@@ -260,8 +267,8 @@ class Images:
 
     async def gc(self) -> int:
         """Delete layers that no image and no sandbox needs any more, on the server's node and in the store that it shares (there, what is
-        an hour old and needed by no node); returns the bytes. Raises PermissionDenied unless the key is an
-        admin's. Safe to repeat."""
+        an hour old and needed by no node); returns the bytes. Raises PermissionDenied unless the key is an admin's, Conflict while another
+        node collects in the shared store, ImageError for what is unreadable there. Safe to repeat."""
         return (await self._transport.call("POST", self._transport.at("/v1/images/gc"), _removed)).removed_bytes
 
 
@@ -282,7 +289,24 @@ class _Upload:
             raise
 
 
-async def _outcome(lines: AsyncGenerator[ImportLine, None], progress: Progress | None) -> ImageInfo:
+def _teller(progress: Progress | None, told: Told | None) -> Told:
+    """Tells the caller of a line in the ways that it asked for."""
+
+    def tell(line: ImportLine) -> None:
+        if progress is not None and line.step is not None:
+            progress(line.step, line.done_bytes)
+        if told is not None:
+            told(line)
+
+    return tell
+
+
+def _sized(line: ImportLine, size: int | None) -> ImportLine:
+    """A line of an upload of ``size`` bytes, if that is known: the server, to which it is a stream, doesn't know it."""
+    return msgspec.structs.replace(line, total_bytes=size) if line.step == RECEIVING else line
+
+
+async def _outcome(lines: AsyncGenerator[ImportLine, None], tell: Told) -> ImageInfo:
     """What the lines of an import end in. Raises the error that they report."""
     async with contextlib.aclosing(lines):
         async for line in lines:
@@ -290,8 +314,7 @@ async def _outcome(lines: AsyncGenerator[ImportLine, None], progress: Progress |
                 raise from_body(line.error)
             if line.image is not None:
                 return line.image
-            if progress is not None and line.step is not None:
-                progress(line.step, line.done_bytes)
+            tell(line)
     raise Unavailable("the server ended the import without a result")
 
 
@@ -299,17 +322,17 @@ def _path(reference: str) -> str:
     return f"/v1/images/{quote(reference, safe='/:@')}"
 
 
-def _open_source(source: str, format: Format) -> tuple[AsyncIterator[bytes], Format]:
-    """The archive to send, and what it is. Raises InvalidArgument."""
+def _open_source(source: str, format: Format) -> tuple[AsyncIterator[bytes], Format, int | None]:
+    """The archive to send, what it is, and its bytes if they are known before. Raises InvalidArgument."""
     if source.startswith(DEBIAN):
-        return _process_output(debian_command(source)), "tar"
+        return _process_output(debian_command(source)), "tar", None
     path = Path(source)
     if path.is_dir():
         is_layout = (path / "oci-layout").is_file() and (path / "index.json").is_file()
         chosen: Format = format if format != "auto" else "oci-archive" if is_layout else "tar"
-        return in_thread(pack_tree(path)), chosen
+        return in_thread(pack_tree(path)), chosen, None
     if path.is_file():
-        return in_thread(file_chunks(path)), format
+        return in_thread(file_chunks(path)), format, path.stat().st_size
     raise InvalidArgument(f"{source!r} is neither a file nor a directory here", field="source")
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from libdsec import docker_hub
+
 HELPER_TIMEOUT_S = 20.0
 _LIMIT = 4 << 20
 """Bytes of such a file."""
@@ -37,6 +39,7 @@ class _Stored(msgspec.Struct, rename="pascal"):
 
 def find_login(host: str, repository: str, environment: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
     """User and password for ``host`` (with its port, if any), the most specific entry of the first file that has one; None: not logged in.
+    A login to Docker Hub is found by any name of it.
 
     Files that can't be read, and entries that aren't a user and a password (identity tokens), count as absent.
     """
@@ -69,17 +72,22 @@ def _files(environment: Mapping[str, str]) -> list[Path]:
 
 
 def _entry(content: _File, host: str, repository: str) -> tuple[str, str] | None:
-    """``host/team/app`` before ``host/team`` before ``host``; docker writes some hosts as URLs."""
-    by_name = {
-        name.removeprefix("https://").removeprefix("http://").rstrip("/").removesuffix("/v2"): entry
-        for name, entry in content.auths.items()
-    }
-    parts = [host, *repository.split("/")]
+    """``host/team/app`` before ``host/team`` before ``host``."""
+    # An entry without a login only says that a helper has it.
+    by_name = {_place(name): entry.auth for name, entry in content.auths.items() if entry.auth}
+    parts = [docker_hub.registry_host(host), *docker_hub.full_repository(host, repository).split("/")]
     for length in range(len(parts), 0, -1):
-        entry = by_name.get("/".join(parts[:length]))
-        if entry is not None and entry.auth:
-            return _decode(entry.auth)
+        auth = by_name.get("/".join(parts[:length]))
+        if auth is not None:
+            return _decode(auth)
     return None
+
+
+def _place(name: str) -> str:
+    """The registry, or the part of it, that an entry is for; docker writes some hosts as URLs."""
+    plain = name.removeprefix("https://").removeprefix("http://").rstrip("/").removesuffix("/v2").removesuffix("/v1")
+    host, slash, path = plain.partition("/")
+    return docker_hub.registry_host(host) + slash + path
 
 
 def _decode(auth: str) -> tuple[str, str] | None:
@@ -90,15 +98,22 @@ def _decode(auth: str) -> tuple[str, str] | None:
     return (username, password) if colon and username else None
 
 
+def _helper_keys(host: str) -> list[str]:
+    """By which names a file may name a helper for this host, and the helper know the login: docker's first, then podman's."""
+    return [docker_hub.LOGIN_KEY, *sorted(docker_hub.NAMES)] if docker_hub.registry_host(host) == docker_hub.HOST else [host]
+
+
 def _from_helper(content: _File, host: str, environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Asks the ``docker-credential-…`` program that the file names for this host."""
-    helper = content.cred_helpers.get(host) or content.creds_store
+    keys = _helper_keys(host)
+    key = next((key for key in keys if content.cred_helpers.get(key)), keys[0])
+    helper = content.cred_helpers.get(key) or content.creds_store
     if not helper or "/" in helper:
         return None
     try:
         done = subprocess.run(
             [f"docker-credential-{helper}", "get"],
-            input=host.encode(),
+            input=key.encode(),
             capture_output=True,
             check=True,
             timeout=HELPER_TIMEOUT_S,

@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 import typer
 
-from dsec.cli.output import AsJson, age, print_json, print_table, printable, size, working
+from dsec.cli.output import AsJson, age, print_json, print_table, printable, size, transferring, working
 from dsec.cli.run import with_client
 
 if TYPE_CHECKING:
-    from libdsec import DSecClient, ImageFinding, ImageInfo
+    from libdsec import DSecClient, ImageFinding, ImageInfo, ImageReads, ImportLine
 
 app = typer.Typer(help="Import, look at and remove images.", no_args_is_help=True)
 
@@ -50,8 +50,8 @@ def import_(
         password = sys.stdin.readline().rstrip("\n") if password_stdin else typer.prompt("password", hide_input=True, err=True)
         credentials = (username, password)
 
-    async def run(client: DSecClient, tell: Callable[[str, int], None]) -> ImageInfo:
-        return await client.images.import_(source, name=name, kind=kind, at=at, credentials=credentials, insecure=insecure, progress=tell)
+    async def run(client: DSecClient, tell: Callable[[ImportLine], None]) -> ImageInfo:
+        return await client.images.import_(source, name=name, kind=kind, at=at, credentials=credentials, insecure=insecure, told=tell)
 
     _make(source, run, as_json=as_json)
 
@@ -71,8 +71,8 @@ def build(
     """
     arguments = dict(argument.partition("=")[::2] for argument in build_arg or ())
 
-    async def run(client: DSecClient, tell: Callable[[str, int], None]) -> ImageInfo:
-        return await client.images.build(directory, name=name, file=file, kind=kind, build_args=arguments, progress=tell)
+    async def run(client: DSecClient, tell: Callable[[ImportLine], None]) -> ImageInfo:
+        return await client.images.build(directory, name=name, file=file, kind=kind, build_args=arguments, told=tell)
 
     _make(str(directory), run, as_json=as_json)
 
@@ -92,19 +92,16 @@ def debian(
     options = {"include": ",".join(package or ()), "mirror": mirror or ""}
     query = "&".join(f"{option}={quote(value, safe=',:/')}" for option, value in options.items() if value)
     source = f"mmdebstrap:{suite}" + (f"?{query}" if query else "")
-    _make(source, lambda client, tell: client.images.import_(source, name=name, kind="base", progress=tell), as_json=as_json)
+    _make(source, lambda client, tell: client.images.import_(source, name=name, kind="base", told=tell), as_json=as_json)
 
 
-def _make(source: str, work: Callable[[DSecClient, Callable[[str, int], None]], Awaitable[ImageInfo]], *, as_json: bool) -> None:
+def _make(source: str, work: Callable[[DSecClient, Callable[[ImportLine], None]], Awaitable[ImageInfo]], *, as_json: bool) -> None:
     """Does ``work``, shows how far it is, prints the image."""
 
     async def run(client: DSecClient) -> None:
-        with working(f"importing {source}") as tell:
-            info = await work(client, lambda step, done: tell(f"{step} {source}: {size(done)}"))
-        if as_json:
-            print_json(info)
-        else:
-            print(f"{info.name}@{info.version} {info.kind} {size(info.size)} {info.digest}")
+        with transferring(f"importing {source}") as tell:
+            info = await work(client, tell)
+        _print_image(info, as_json=as_json)
 
     with_client(run)
 
@@ -185,8 +182,9 @@ def push(name: Name, as_json: AsJson = False) -> None:
     """
 
     async def run(client: DSecClient) -> None:
-        with working(f"pushing {name}") as tell:
-            _print_image(await client.images.push(name, progress=_progress(name, tell)), as_json=as_json)
+        with transferring(f"pushing {name}") as tell:
+            info = await client.images.push(name, told=tell)
+        _print_image(info, as_json=as_json)
 
     with_client(run)
 
@@ -203,14 +201,11 @@ def pull(
     """
 
     async def run(client: DSecClient) -> None:
-        with working(f"pulling {name}") as tell:
-            _print_image(await client.images.pull(name, whole=whole, progress=_progress(name, tell)), as_json=as_json)
+        with transferring(f"pulling {name}") as tell:
+            info = await client.images.pull(name, whole=whole, told=tell)
+        _print_image(info, as_json=as_json)
 
     with_client(run)
-
-
-def _progress(name: str, tell: Callable[[str], None]) -> Callable[[str, int], None]:
-    return lambda step, done: tell(f"{step} {name}: {size(done)}" if done else f"{step} {name}")
 
 
 def _print_image(info: ImageInfo, *, as_json: bool) -> None:
@@ -234,7 +229,7 @@ def stats(name: Name, as_json: AsJson = False) -> None:
             return
         rows = [
             ("data of the image", size(reads.size)),
-            ("ever read", f"{size(reads.needed)} ({reads.fraction:.1%})"),
+            ("ever read", _ever_read(reads)),
             ("fetched from the store", size(reads.fetched)),
             ("answered from the cache", size(reads.from_cache)),
             ("sandboxes", str(reads.sandboxes)),
@@ -243,6 +238,12 @@ def stats(name: Name, as_json: AsJson = False) -> None:
         print_table((reads.image, ""), rows, empty="")
 
     with_client(run)
+
+
+def _ever_read(reads: ImageReads) -> str:
+    if reads.needed is None or reads.fraction is None:
+        return "not measured: all of it is on this node"
+    return f"{size(reads.needed)} ({reads.fraction:.1%})"
 
 
 @app.command()
@@ -272,7 +273,7 @@ def diff(
 @app.command()
 def fsck(
     deep: Annotated[bool, typer.Option("--deep", help="Read everything and compare digests.")] = False,
-    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be, from the other side.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Mend what can be from the other side, and make room for an import.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check the images of this node and the store that it shares; exit code 1 where something is wrong and stays so.

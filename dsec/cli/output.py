@@ -13,8 +13,10 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
     from rich.table import Table
+
+    from libdsec import ImportLine
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -58,11 +60,24 @@ def console(*, stderr: bool = False) -> Console:
 
 def progress() -> Progress:
     """A progress display on stderr; silent where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+
+    return _display(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+def _display(*columns: ProgressColumn) -> Progress:
+    """Words, and ``columns`` after them, on stderr as long as it is shown; silent where stderr is no terminal."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn
 
     shown = console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal)
+    return Progress(
+        *(SpinnerColumn(), TextColumn("{task.description}", markup=False), *columns),
+        console=shown,
+        transient=True,
+        disable=not shown.is_terminal,
+        # On a terminal what is printed meanwhile goes above the display, through it: to stderr. A pipe must get it itself.
+        redirect_stdout=sys.stdout.isatty(),
+    )
 
 
 @contextlib.contextmanager
@@ -71,8 +86,36 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    with console(stderr=True).status(printable(what)) as status:
-        yield lambda words: status.update(printable(words))
+    with _display() as shown:
+        task = shown.add_task(printable(what), total=None)
+        yield lambda words: shown.update(task, description=printable(words))
+
+
+@contextlib.contextmanager
+def transferring(what: str) -> Iterator[Callable[[ImportLine], None]]:
+    """Show on stderr, where it is a terminal, what is being done, then the steps of it that are told: with a bar that fills where their
+    size is known. Without a name, which may be so long that it leaves the bar no room."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, TimeElapsedColumn
+
+    with _display(BarColumn(), TimeElapsedColumn()) as shown:
+        shown.add_task(printable(what), total=None)
+        [task] = shown.tasks
+
+        def tell(line: ImportLine) -> None:
+            # Progress.update() can't take a total away again.
+            task.description, task.completed, task.total = printable(_step(line)), line.done_bytes, line.total_bytes
+
+        yield tell
+
+
+def _step(line: ImportLine) -> str:
+    step = line.step or ""
+    if line.total_bytes is not None:
+        return f"{step}: {size(line.done_bytes)} of {size(line.total_bytes)}"
+    return f"{step}: {size(line.done_bytes)}" if line.done_bytes else step
 
 
 def printable(text: str) -> str:

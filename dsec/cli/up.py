@@ -28,6 +28,9 @@ READY_TIMEOUT_S = 120.0
 """From start to ready: most of it, on the first start, is the allocation of the scratch file."""
 STOP_TIMEOUT_S = 90.0
 """The service has 20 s for what is under way; the rest is for sweeping thousands of sandboxes."""
+DEFAULT_CACHE_GB = 64
+CHUNK_CACHE_SHARE = 4
+"""The cache of chunks has this fraction of what whole layers may take: it is for layers that aren't whole yet."""
 POLL_S = 0.05
 LOG_TAIL_LINES = 15
 
@@ -58,6 +61,14 @@ def up(
         str | None,
         typer.Option(help="Store that nodes share images through: a directory, or s3://BUCKET/PREFIX?endpoint=URL&credentials=FILE."),
     ] = None,
+    cache_gb: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Disk for whole layers that the store has too: beyond it those go that were not used for longest. Chunks of others get a "
+            "quarter as much.",
+        ),
+    ] = DEFAULT_CACHE_GB,
     prefetch: Annotated[bool, typer.Option(help="Fetch ahead what an earlier run is known to have read of an image.")] = True,
     mounts: Annotated[
         inst.Mounts,
@@ -87,6 +98,7 @@ def up(
             *("--host", host),
             *("--port", str(port)),
             *("--ports-port", str(_ports_port(port) if ports_port is None else ports_port)),
+            *("--cache-gb", str(cache_gb)),
             *(part for host in allow_registry or () for part in ("--allow-registry", host)),
         ]
         if not prefetch:
@@ -95,7 +107,7 @@ def up(
             _check_store(store)
         _refuse_second(run_dir)
         _check_machine()
-        service = _Service(instance, listen, store, detach=detach)
+        service = _Service(instance, listen, store, (cache_gb << 30) // CHUNK_CACHE_SHARE, detach=detach)
         service.start()
         _print_ready(service, as_json=as_json)
         if not detach:
@@ -141,7 +153,8 @@ def down(
 class _Service:
     """One run of ``dsec-spawner supervise`` with the service below it."""
 
-    def __init__(self, instance: Instance, listen: list[str], store: str | None, *, detach: bool) -> None:
+    def __init__(self, instance: Instance, listen: list[str], store: str | None, chunk_cache: int, *, detach: bool) -> None:
+        """``chunk_cache``: bytes that blobfs may keep."""
         from dsec.api.bearer import mint
 
         self.instance = instance
@@ -159,6 +172,7 @@ class _Service:
             *(str(inst.binary("dsec-spawner")), "supervise"),
             *instance.spawner_options(),
             *("--code", str(inst.CHECKOUT)),
+            *("--cache-bytes", str(chunk_cache)),
             *(word for each in _fetcher(instance, store) for word in ("--fetcher", each)),
             *("--", *inst.python_command("dsec.serve"), *directories, *listen, *keys),
             *([] if store is None else ["--store", store]),

@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libdsec.errors import NoCapacity
@@ -43,6 +44,19 @@ def full_disk_told() -> Iterator[None]:
         if error.errno in FULL:
             raise NoCapacity(f"the disk of the image store is full: {error}", reason="disk") from error
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class BlobFile:
+    """A blob as it lies on the disk."""
+
+    name: str
+    """Its digest, in hexadecimal."""
+    size: int
+    used_at: float
+    """When it was made or last used, Unix seconds: the time of the file."""
+    links: int
+    """Names that the file has."""
 
 
 class BlobDirectory:
@@ -85,6 +99,23 @@ class BlobDirectory:
     def names(self) -> list[str]:
         """The digests, in hexadecimal, of all blobs."""
         return [entry.name for entry in os.scandir(self._blobs)]
+
+    def files(self, wanted: Callable[[str], bool]) -> list[BlobFile]:
+        """The blobs whose digests (hexadecimal) are wanted."""
+        found = []
+        for entry in os.scandir(self._blobs):
+            if wanted(entry.name):
+                # One that gc takes just now isn't there any more.
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat()
+                    found.append(BlobFile(entry.name, status.st_size, status.st_mtime, status.st_nlink))
+        return found
+
+    def touch(self, file: BlobFile, at: float) -> BlobFile:
+        """Keeps on the disk that the blob was used at that time (Unix seconds)."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._blobs / file.name, (at, at))
+        return replace(file, used_at=at)
 
     def has(self, digest: str) -> bool:
         return self.path(digest).exists()
@@ -168,10 +199,17 @@ class BlobDirectory:
 
     def check_room(self, wanted: int = 0) -> None:
         """Raises NoCapacity when the disk would have less than the reserve left after ``wanted`` more bytes."""
-        statistics = os.statvfs(self._root)
-        free = statistics.f_bavail * statistics.f_frsize
+        free = self._free()
         if free - wanted < self._disk_reserve:
             raise NoCapacity(
                 f"the disk of the image store has {free >> 20} MB free, and {self._disk_reserve >> 20} MB of them must stay so",
                 reason="disk",
             )
+
+    def shortage(self) -> int:
+        """Bytes that the disk has free less than the reserve; 0: none."""
+        return max(0, self._disk_reserve - self._free())
+
+    def _free(self) -> int:
+        statistics = os.statvfs(self._root)
+        return statistics.f_bavail * statistics.f_frsize

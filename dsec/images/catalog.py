@@ -97,6 +97,8 @@ class Catalog:
         self._shared: set[tuple[str, int]] = set()
         self._named: dict[str, int] = {}
         """Digest of metadata, data or chunk table to the number of image layers that name it."""
+        self._with_data: dict[str, LayerInfo] = {}
+        """Digest of data to a layer that names it, one with a chunk table if there is any."""
         self.changes = 0
         """Rises with every image that comes, goes or changes."""
         self._changing = asyncio.Lock()
@@ -231,6 +233,13 @@ class Catalog:
         """Whether an image needs this metadata, data or chunk table."""
         return digest in self._named
 
+    def chunked(self, blob: str) -> LayerInfo | None:
+        """A layer with this data, where each image that names the data names the same chunk table: all can do without the whole blob."""
+        layer = self._with_data.get(blob)
+        if layer is None or layer.index is None or self._named.get(layer.index) != self._named.get(blob):
+            return None
+        return layer
+
     def unpushed(self) -> list[Entry]:
         """Images made here that are not yet in the shared store, oldest names first."""
         return [self._versions[name][version] for name, version in sorted(self._pushes) if version in self._versions.get(name, {})]
@@ -284,6 +293,8 @@ class Catalog:
         for layer in info.layers:
             for digest in digests(layer):
                 self._named[digest] = self._named.get(digest, 0) + 1
+            if layer.blob is not None and (layer.index is not None or layer.blob not in self._with_data):
+                self._with_data[layer.blob] = layer
 
     def _unname(self, info: ImageInfo) -> None:
         self.changes += 1
@@ -292,6 +303,7 @@ class Catalog:
                 self._named[digest] -= 1
                 if not self._named[digest]:
                     del self._named[digest]
+                    self._with_data.pop(digest, None)
 
     def _add(self, entry: Entry) -> None:
         self._index(entry)

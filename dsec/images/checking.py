@@ -1,7 +1,8 @@
 """``dsec image fsck``: does this node have what its images name, does the shared store have what its manifests name, and is it right?
 
 Finds, and with ``repair`` mends what can be mended from the other side: a node's file from the store, a store's object from a node that has
-the layer whole. What can't be is said, not hidden.
+the layer whole. A node's file that is broken and in no store goes, so that the next import makes it again. What can't be mended is said,
+not hidden.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -41,9 +43,13 @@ _HEX = re.compile(r"[0-9a-f]{64}\Z")
 class Checker:
     """One check. Each finding goes to ``found`` once, with what became of it."""
 
-    def __init__(self, local: BlobDirectory, puller: Puller, found: Found, *, deep: bool, repair: bool) -> None:
+    def __init__(
+        self, local: BlobDirectory, puller: Puller, in_use: Callable[[], set[str]], found: Found, *, deep: bool, repair: bool
+    ) -> None:
+        """``in_use``: digests (hexadecimal) that live sandboxes and calls in progress count on."""
         self._local = local
         self._puller = puller
+        self._in_use = in_use
         self._found = found
         self._deep = deep
         self._repair = repair
@@ -95,19 +101,33 @@ class Checker:
         await self._mend(problem, self._replace(layer, digest))
 
     async def _replace(self, layer: LayerInfo, digest: str) -> str:
-        """Only once it is known that the store has another copy is the broken one removed."""
+        """Only once it is known that the store has another copy, or that an import can make one, is the broken one removed."""
         if layer.blob is not None and layer.index is None:
-            raise ImageError("it is in no shared store: import the image again")
+            await self._make_way(layer, digest)
         [retired] = self._local.retire([self._local.path(digest)])
         try:
             outcome = await self._fetch(layer, digest)
-        except DSecError:
+        except DSecError as error:
             # A broken file that others may read in parts is better than none.
             retired.rename(self._local.path(digest))
             retired.parent.rmdir()
+            if layer.index is None and isinstance(error, ImageError):
+                await self._make_way(layer, digest)
             raise
         await asyncio.to_thread(self._local.delete, [retired])
         return outcome
+
+    async def _make_way(self, layer: LayerInfo, digest: str) -> NoReturn:
+        """Removes a broken file that no store has, where an import can make it again: that takes a file that is there for right. Raises
+        ImageError, which says what became of it."""
+        if layer.diff:
+            raise ImageError("it is in no shared store, and what a sandbox wrote can't be imported again")
+        if hex_of(digest) in self._in_use():
+            raise ImageError("it is in no shared store, and in use: repair again when no sandbox runs on it")
+        # Nobody comes between the question and this.
+        retired = self._local.retire([self._local.path(digest)])
+        await asyncio.to_thread(self._local.delete, retired)
+        raise ImageError("it is in no shared store, and was removed: import the image again")
 
     async def _fetch(self, layer: LayerInfo, digest: str) -> str:
         if digest == layer.blob:

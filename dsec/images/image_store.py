@@ -23,6 +23,7 @@ from dsec.images.packing import Packing
 from dsec.images.pulling import LayerState, Puller, pull
 from dsec.images.reads import BlobFigures, Reads
 from dsec.images.registry_access import RegistryPolicy
+from dsec.images.retiring import CACHE_BYTES, Retiring
 from dsec.images.routes import ImageRoutes
 from dsec.images.shared import Blobs
 from dsec.images.sharing import LOOK_S, Sharing, node_name
@@ -58,10 +59,11 @@ class ImageStore:
         limits: ImportLimits | None = None,
         converter: Path | None = None,
         registries: RegistryPolicy | None = None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         """``root`` will hold the blobs; ``shared`` is the store that this node shares with others; ``converter`` is the path of
         dsec-mklayer, looked for in its usual places if not given; ``registries``: which ones the keys of projects may import from, none if
-        not given."""
+        not given; ``cache_bytes``: what whole blobs may take that the shared store has too."""
         self.limits = limits or ImportLimits()
         self.registries = registries or RegistryPolicy()
         self.in_use: Callable[[], set[str]] = _nobody
@@ -72,12 +74,13 @@ class ImageStore:
         made_by = Converter(converter, self._blobs, self.limits)
         self._importer = Importer(self._catalog, self._blobs, made_by, self.limits)
         self._puller = Puller(self._blobs, shared, self.limits)
+        self._retiring = Retiring(self._blobs, self._catalog, self._puller, self._kept, cache_bytes, changed=self._note_retired)
         self._reads = Reads(store)
         self._traces = Traces(root / "traces", shared)
         self._collecting = asyncio.Lock()
         self._environments: dict[tuple[str, str | None, tuple[str, ...]], Environment] = {}
         self._pinned_digests: dict[str, int] = {}
-        self.packing = Packing(self._catalog, self._blobs, made_by, self._importer.pins, self.limits, changed=self._environments.clear)
+        self.packing = Packing(self._catalog, self._blobs, made_by, self._importer.pins, self.limits, changed=self._note_packed)
 
     async def open(self) -> None:
         """Loads the catalog and removes what a crash left: half-made files, and blobs that no image names. Raises OSError, and what the
@@ -93,10 +96,12 @@ class ImageStore:
         """Begins what goes on in the background, once ``in_use`` can tell what lives."""
         if self._sharing is not None:
             self._sharing.start()
+            self._retiring.start()
 
     async def close(self) -> None:
         """Ends what goes on in the background, and saves what was counted."""
         await self._reads.save()
+        await self._retiring.close()
         if self._sharing is not None:
             await self._sharing.close()
 
@@ -151,6 +156,7 @@ class ImageStore:
             states = await self._puller.states(environment.layers)
             if news:
                 await self._puller.check_frames(states)
+            self._retiring.note_use(_data_of(environment))
             return states
 
     async def hold(self, environment: Environment) -> None:
@@ -173,13 +179,15 @@ class ImageStore:
     def adopt_blob(self, blob: str, held: Path) -> None:
         """Makes a held file, whose every chunk was checked by its table, the whole blob of that digest. Blocks. Raises OSError."""
         self._blobs.adopt(held, digest_of(hex_of(blob)))
+        self._retiring.soon()
 
     def release_blob(self, held: Path) -> None:
         """Removes the second name, unless it has become a blob. Blocks."""
         self._blobs.remove_workspace(held.parent)
 
     def note_start(self, environment: Environment) -> None:
-        """Counts a sandbox that starts from the environment, for :meth:`stats`."""
+        """Counts a sandbox that starts from the environment, for :meth:`stats`. Its data counts as used."""
+        self._retiring.note_use(_data_of(environment))
         self._reads.started([name for name in (environment.image, environment.workspace, *environment.toolkits) if name is not None])
 
     async def record_reads(self, figures: Mapping[str, BlobFigures]) -> None:
@@ -274,10 +282,13 @@ class ImageStore:
         """What was read of an image on this node. Raises ImageNotFound, Unavailable."""
         info = await self.find(reference)
         figures = self._reads.of(info.layers)
+        data = [layer.blob for layer in info.layers if layer.blob is not None]
+        # What is whole here is mounted without blobfs, which then sees no read.
+        unseen = bool(data) and all(map(self._blobs.has, data)) and not self._reads.measured(info.layers)
         return ImageReads(
             image=exact(info.name, info.version),
             size=sum({layer.blob: layer.blob_bytes for layer in info.layers if layer.blob is not None}.values()),
-            needed=figures.needed,
+            needed=None if unseen else figures.needed,
             fetched=figures.fetched,
             from_cache=figures.from_cache,
             sandboxes=self._reads.starts_of(exact(info.name, info.version)),
@@ -310,11 +321,13 @@ class ImageStore:
 
     async def fsck(self, found: Found, *, deep: bool, repair: bool) -> None:
         """Looks for what is missing, wrong, half made or in nobody's use, on this node and in the shared store; ``deep`` reads everything
-        and compares digests, ``repair`` mends what can be. Raises Unavailable, NoCapacity."""
-        checker = Checker(self._blobs, self._puller, found, deep=deep, repair=repair)
+        and compares digests, ``repair`` mends what can be, and removes what is broken here and only an import can make again. Raises
+        Unavailable, NoCapacity."""
+        checker = Checker(self._blobs, self._puller, self._counted_on, found, deep=deep, repair=repair)
         entries = list(self._catalog.entries())
         named = [(exact(entry.info.name, entry.info.version), layer) for entry in entries for layer in entry.info.layers]
-        await checker.node(named, self._is_needed())
+        async with self._retiring.changing:
+            await checker.node(named, self._is_needed())
         if self._sharing is not None:
             await checker.store(self._sharing.blobs, self._sharing.catalog, self._sharing.publisher)
 
@@ -369,6 +382,11 @@ class ImageStore:
 
     # -- within
 
+    def _note_packed(self) -> None:
+        self._environments.clear()
+        if self._sharing is not None:
+            self._sharing.push_soon()
+
     def _shared(self) -> Sharing:
         if self._sharing is None:
             raise InvalidArgument("no store is shared by this node: start it with `dsec up --store URL`")
@@ -389,6 +407,20 @@ class ImageStore:
     def _needed(self) -> set[str]:
         """Digests (hexadecimal) that live sandboxes and calls in progress need of the shared store."""
         return self._used() | set(self._pinned_digests)
+
+    def _counted_on(self) -> set[str]:
+        """Digests (hexadecimal) of files of this node that live sandboxes and calls in progress need."""
+        pushing = set[str]() if self._sharing is None else self._sharing.publisher.digests()
+        return self._needed() | pushing | {hex_of(digest) for digest in self._importer.pins.digests()}
+
+    def _kept(self) -> set[str]:
+        """Digests (hexadecimal) of what mustn't be retired: live sandboxes, calls in progress and images that aren't pushed need it."""
+        unpushed = (hex_of(layer.blob) for entry in self._catalog.unpushed() for layer in entry.info.layers if layer.blob is not None)
+        return self._counted_on().union(unpushed)
+
+    def _note_retired(self) -> None:
+        # Those composed before their images were pushed don't know the chunk tables.
+        self._environments.clear()
 
     def _used(self) -> set[str]:
         """Digests (hexadecimal) of metadata and data that live sandboxes hold."""
@@ -428,6 +460,11 @@ class ImageStore:
 def _digests_of(environment: Environment) -> set[str]:
     """In hexadecimal, of metadata and data."""
     return {hex_of(digest) for layer in environment.layers for digest in (layer.digest, layer.blob) if digest is not None}
+
+
+def _data_of(environment: Environment) -> list[str]:
+    """Digests of data, in hexadecimal."""
+    return [hex_of(layer.blob) for layer in environment.layers if layer.blob is not None]
 
 
 def _no_image(reference: str) -> ImageNotFound:

@@ -28,7 +28,7 @@ from dsec.images.registry import Credentials, Registry, RegistryReference, Remot
 from dsec.images.streams import Budget, Stored, compression_of, decompressed, receive, unpack
 from dsec.images.threads import Check, in_pieces, to_end
 from libdsec.errors import ImageError
-from libdsec.schema import ImageConfig, ImageInfo, ImportLine, LayerInfo
+from libdsec.schema import RECEIVING, ImageConfig, ImageInfo, ImportLine, LayerInfo
 
 Kind = Literal["base", "workspace", "toolkit"]
 Tell = Callable[[ImportLine], None]
@@ -166,7 +166,7 @@ class Importer:
             nonlocal told
             if size - told >= PROGRESS_BYTES:
                 told = size
-                tell(ImportLine(step="receiving", done_bytes=size))
+                tell(ImportLine(step=RECEIVING, done_bytes=size))
 
         received = await receive(body, workspace / "body", self._blobs, self._limits.upload, progress)
         if received.size == 0:
@@ -214,7 +214,7 @@ class Importer:
             done += count
             if done - told >= PROGRESS_BYTES:
                 told = done
-                tell(ImportLine(step=f"fetching {len(image.layers)} layers, {total} bytes", done_bytes=done))
+                tell(ImportLine(step=f"fetching {len(image.layers)} layers", done_bytes=done, total_bytes=total))
 
         async def fetch(layer: RemoteLayer) -> Path:
             async with connections:

@@ -54,7 +54,7 @@ class Packing:
     def __init__(
         self, catalog: Catalog, blobs: BlobDirectory, converter: Converter, pins: Pins, limits: ImportLimits, *, changed: Callable[[], None]
     ) -> None:
-        """``changed`` is called when a name means another image than before."""
+        """``changed`` is called when an image was made, so that a name means another one than before."""
         self.limits = limits
         self._catalog = catalog
         self._blobs = blobs

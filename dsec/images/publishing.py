@@ -193,14 +193,15 @@ class Publisher:
         try:
             frames = workspace / "frames"
             table = await self._pack(self._local.path(blob), frames, step, tell)
-            tell(ImportLine(step=step, done_bytes=0))
+            size = table.stored_bytes
+            tell(ImportLine(step=step, done_bytes=0, total_bytes=size))
             told = 0
 
             def progress(done: int) -> None:
                 nonlocal told
                 if done - told >= PROGRESS_BYTES:
                     told = done
-                    tell(ImportLine(step=step, done_bytes=done))
+                    tell(ImportLine(step=step, done_bytes=done, total_bytes=size))
 
             # An older table belongs to other frames than these.
             await self._shared.delete([table_key(blob)])
@@ -215,17 +216,20 @@ class Publisher:
 
     async def _pack(self, source: Path, target: Path, step: str, tell: Tell) -> ChunkTable:
         loop = asyncio.get_running_loop()
+        packing = step.replace("sending", "packing", 1)
         told = 0
 
         def pack_checked(check: Check) -> ChunkTable:
+            size = source.stat().st_size
+
             def progress(done: int) -> None:
                 nonlocal told
                 check()
                 if done - told >= PROGRESS_BYTES:
                     told = done
-                    loop.call_soon_threadsafe(tell, ImportLine(step=step.replace("sending", "packing", 1), done_bytes=done))
+                    loop.call_soon_threadsafe(tell, ImportLine(step=packing, done_bytes=done, total_bytes=size))
 
-            self._local.check_room(source.stat().st_size)
+            self._local.check_room(size)
             return pack(source, target, chunk_bytes=self.chunk_bytes, progress=progress)
 
         with full_disk_told():

@@ -18,7 +18,7 @@ from dsec.images.limits import ImportLimits
 from dsec.images.publishing import frames_key, meta_key, table_key
 from dsec.images.shared import BlobMissing, Blobs
 from dsec.images.threads import Check, in_pieces, to_end
-from libdsec.errors import ImageError
+from libdsec.errors import ImageError, NoCapacity
 from libdsec.schema import ImportLine, LayerInfo
 
 RANGE_BYTES = 8 << 20
@@ -98,6 +98,18 @@ class Puller:
         for blob, found in zip(blobs, await asyncio.gather(*(self._shared.stat(frames_key(blob)) for blob in blobs)), strict=True):
             if found is None:
                 raise ImageError(f"the shared store has no data for {blob} any more: its image was removed, or is broken")
+
+    async def can_be_had(self, layer: LayerInfo) -> bool:
+        """Whether the data of a layer, were it not here, could be read by its chunk table, which is on this node when this says so. Raises
+        Unavailable."""
+        if layer.blob is None or self._shared is None:
+            return False
+        try:
+            table = ChunkTable.decode(await self.table(layer))
+        except (ImageError, NoCapacity):
+            return False
+        frames = await self._shared.stat(frames_key(layer.blob))
+        return frames is not None and frames.size == table.stored_bytes
 
     async def table(self, layer: LayerInfo) -> bytes:
         """The chunk table of a layer with data, on this node when this returns. Raises ImageError, Unavailable."""
@@ -251,11 +263,12 @@ async def pull(puller: Puller, layers: Sequence[LayerInfo], whole: bool, tell: T
     if not whole:
         return
     done = 0
+    total = sum(layer.blob_bytes for layer in layers)
 
     def told(count: int) -> None:
         nonlocal done
         done += count
-        tell(ImportLine(step="fetching data", done_bytes=done))
+        tell(ImportLine(step="fetching data", done_bytes=done, total_bytes=total))
 
     for layer in layers:
         await puller.whole(layer, told)

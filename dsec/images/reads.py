@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from sqlalchemy import BigInteger, Column, Integer, String, Table, delete, insert, select
 
+from dsec.images.blobs import hex_of
 from dsec.store import Store, metadata
 from libdsec.schema import LayerInfo
 
@@ -18,6 +19,16 @@ _reads = Table(
     Column("fetched", BigInteger, nullable=False),
     Column("from_cache", BigInteger, nullable=False),
 )
+_seen = Table(
+    "blob_reads_seen",
+    metadata,
+    Column("blob", String(64), primary_key=True),
+    Column("needed", BigInteger, nullable=False),
+    Column("fetched", BigInteger, nullable=False),
+    Column("from_cache", BigInteger, nullable=False),
+)
+"""What blobfs said last, written together with the sums that it is part of: blobfs goes on counting when we begin anew. A table of its own,
+as a table that an earlier version made gets no new columns."""
 _starts = Table(
     "image_starts",
     metadata,
@@ -50,6 +61,8 @@ class Reads:
         async with self._store.engine.connect() as connection:
             for row in await connection.execute(select(_reads)):
                 self._sums[row.blob] = BlobFigures(needed=row.needed, fetched=row.fetched, from_cache=row.from_cache)
+            for row in await connection.execute(select(_seen)):
+                self._last[row.blob] = BlobFigures(needed=row.needed, fetched=row.fetched, from_cache=row.from_cache)
             for row in await connection.execute(select(_starts)):
                 self._starts[row.image] = row.sandboxes
 
@@ -63,7 +76,7 @@ class Reads:
         """Adds what blobfs has counted since it was asked last, by blob (hexadecimal), and saves."""
         for blob, now in figures.items():
             before = self._last.get(blob, BlobFigures())
-            if now.fetched < before.fetched or now.from_cache < before.from_cache:
+            if now.needed < before.needed or now.fetched < before.fetched or now.from_cache < before.from_cache:
                 before = BlobFigures()
             if now == before:
                 continue
@@ -84,23 +97,26 @@ class Reads:
         self._changed, self._changed_starts = set(), set()
         async with self._store.engine.begin() as connection:
             for blob in blobs:
-                sums = self._sums[blob]
-                await connection.execute(delete(_reads).where(_reads.c.blob == blob))
-                row = {"blob": blob, "needed": sums.needed, "fetched": sums.fetched, "from_cache": sums.from_cache}
-                await connection.execute(insert(_reads).values(row))
+                for table, figures in ((_reads, self._sums[blob]), (_seen, self._last[blob])):
+                    await connection.execute(delete(table).where(table.c.blob == blob))
+                    await connection.execute(insert(table).values(blob=blob, **msgspec.structs.asdict(figures)))
             for image in images:
                 await connection.execute(delete(_starts).where(_starts.c.image == image))
                 await connection.execute(insert(_starts).values(image=image, sandboxes=self._starts[image]))
 
     def of(self, layers: Sequence[LayerInfo]) -> BlobFigures:
         """The figures of an image's layers together."""
-        blobs = {layer.blob.removeprefix("sha256:") for layer in layers if layer.blob is not None}
+        blobs = {hex_of(layer.blob) for layer in layers if layer.blob is not None}
         found = [self._sums[blob] for blob in blobs if blob in self._sums]
         return BlobFigures(
             needed=sum(each.needed for each in found),
             fetched=sum(each.fetched for each in found),
             from_cache=sum(each.from_cache for each in found),
         )
+
+    def measured(self, layers: Sequence[LayerInfo]) -> bool:
+        """Whether anything of an image's layers was ever read through blobfs."""
+        return any(hex_of(layer.blob) in self._sums for layer in layers if layer.blob is not None)
 
     def starts_of(self, image: str) -> int:
         """Sandboxes that were started from ``name@version``."""

@@ -39,6 +39,7 @@ from dsec.images.manifests import (
 )
 from dsec.images.registry_access import Gate
 from dsec.images.streams import sha256_of
+from libdsec.docker_hub import full_repository, registry_host
 from libdsec.errors import ImageError, ImageNotFound, InvalidArgument, PermissionDenied, Unavailable
 from libdsec.schema import ImageConfig
 
@@ -71,14 +72,16 @@ class RegistryReference:
     """One image in a registry."""
 
     host: str
-    """With its port, if one was given."""
+    """Where the registry is, with its port, if one was given."""
     repository: str
+    """The whole name, also where Docker Hub has a short one."""
     tag: str
     digest: str | None
 
     @classmethod
     def parse(cls, text: str) -> RegistryReference:
-        """``docker://HOST[:PORT]/REPOSITORY[:TAG][@sha256:…]``. Raises InvalidArgument that says what is missing."""
+        """``docker://HOST[:PORT]/REPOSITORY[:TAG][@sha256:…]``; Docker Hub by any of its names. Raises InvalidArgument that says what is
+        missing."""
 
         def wrong(why: str) -> InvalidArgument:
             return InvalidArgument(f"{text[:300]!r}: {why}; write docker://HOST[:PORT]/REPOSITORY[:TAG][@sha256:…]", field="source")
@@ -99,7 +102,7 @@ class RegistryReference:
                 check_digest(digest)
             except ImageError as error:
                 raise wrong(error.message) from None
-        return cls(host.lower(), repository, tag or "latest", digest or None)
+        return cls(registry_host(host), full_repository(host, repository), tag or "latest", digest or None)
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from libdsec.docker_hub import registry_host
 from libdsec.errors import PermissionDenied
 
 AddressInfo = tuple[int, int, int, str, tuple[str, int] | tuple[str, int, int, int]]
@@ -34,11 +35,11 @@ class RegistryPolicy:
 
     @classmethod
     def of(cls, hosts: Collection[str]) -> RegistryPolicy:
-        return cls(frozenset(host.lower() for host in hosts))
+        return cls(frozenset(map(registry_host, hosts)))
 
     def check(self, host: str, *, admin: bool) -> None:
         """Raises PermissionDenied for a registry that the caller may not name."""
-        if not admin and host.lower() not in self.allowed:
+        if not admin and registry_host(host) not in self.allowed:
             raise PermissionDenied(
                 f"this key may not have the service fetch from {host}: an admin's key may, or the operator lists the registry with "
                 "`dsec up --allow-registry`; what you fetched yourself (`skopeo copy … oci-archive:FILE`) can be imported with any key"

@@ -30,7 +30,7 @@ NAME_FRESH_S = 10.0
 LOOK_S = 3.0
 """For a name that is known here a slow store is waited for no longer."""
 PUSH_RETRY_S = 60.0
-"""Between two attempts to push what couldn't be pushed when it was imported."""
+"""Between two attempts to push what couldn't be pushed when it was made."""
 
 _log = structlog.get_logger("dsec.images")
 
@@ -54,13 +54,15 @@ class Sharing:
         self.blobs = blobs
         self._needed = needed
         self.catalog = SharedCatalog(blobs)
-        self.lease = Lease(blobs, lambda: needed() | self.publisher.digests())
+        self.lease = Lease(blobs, lambda: needed() | self.publisher.digests() | self._unpushed_digests())
         self.publisher = Publisher(local, blobs, self.catalog, self.lease)
         self.gc = StoreGc(blobs, self.catalog, self.lease)
         self._flights = Flights()
         self._looked: dict[str, float] = {}
         """Name to the monotonic time at which it was last looked up."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._made = asyncio.Event()
+        """Set to have pushed what isn't, before its time."""
 
     def open(self, node: str, local: Catalog) -> None:
         """``node``: this node's name in the store."""
@@ -110,16 +112,30 @@ class Sharing:
         with contextlib.suppress(Unavailable, NoCapacity):
             await self.lease.refresh()
 
+    def push_soon(self) -> None:
+        """To be called when an image was made that nobody waits for to be pushed: it is pushed in the background."""
+        self._made.set()
+
+    def _unpushed_digests(self) -> set[str]:
+        """Digests (hexadecimal) of images that no manifest protects yet: another node may remove the images that they rest on."""
+        held = [held_by(entry.info.layers) for entry in self._local.unpushed()]
+        return set[str]().union(*(each.metas | each.blobs for each in held))
+
     async def _push_what_is_left(self) -> None:
-        """Images whose push broke off, with the process or with the network."""
+        """Images that were packed, and those whose push broke off, with the process or with the network."""
         while True:
+            self._made.clear()
             for entry in self._local.unpushed():
+                if self._flights.busy(manifest_key(entry.info.name, entry.info.version)):
+                    # Whoever made it is pushing it, and others don't wait for that.
+                    continue
                 try:
                     await self.push(entry, lambda line: None)
                 except Exception as failure:
                     # Whatever it is, the others and the next attempt don't suffer for it.
                     _log.warning("an image can't be pushed yet", image=entry.info.name, version=entry.info.version, error=str(failure))
-            await asyncio.sleep(PUSH_RETRY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._made.wait(), PUSH_RETRY_S)
 
     # -- finding
 
@@ -200,6 +216,9 @@ class Sharing:
             for info in there:
                 await self.catalog.remove(info.name, info.version)
             await self._local.remove(images)
+        if len(there) < len(images):
+            # What one that was never pushed rests on is in the lease.
+            await self.let_go()
 
     async def _is_in_store(self, info: ImageInfo, caller: Caller) -> bool:
         """Whether the store has this very image: before a node shared a store it gave numbers of its own. Raises PermissionDenied."""

@@ -460,6 +460,7 @@ async def test_a_kill_in_the_middle_leaves_nothing_frozen_and_no_snapshot(
     assert (await copy.exec("sha256sum -c /sum")).stdout == "/big: OK\n"
     await shaken_client.images.gc()
     assert (await copy.exec("sha256sum -c /sum")).stdout == "/big: OK\n"
+    assert await shaken_client.images.fsck(deep=True) == []
 
 
 async def test_a_sandbox_found_frozen_goes_on_when_the_spawner_is_back(shaken: Instance, shaken_client: DSecClient) -> None:

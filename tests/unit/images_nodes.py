@@ -12,6 +12,7 @@ from pathlib import Path
 from dsec.images import ImageStore, ImportLimits
 from dsec.images.catalog import Caller
 from dsec.images.importing import ImportRequest, Kind
+from dsec.images.retiring import CACHE_BYTES
 from dsec.images.shared import Blobs, open_blobs
 from dsec.store import Store
 from libdsec.schema import ImageInfo, ImportLine
@@ -55,12 +56,12 @@ class Node:
 
 
 @asynccontextmanager
-async def node(root: Path, shared: str | Blobs | None) -> AsyncIterator[Node]:
+async def node(root: Path, shared: str | Blobs | None, *, cache_bytes: int = CACHE_BYTES) -> AsyncIterator[Node]:
     """A node with its state below ``root``. Opened again with the same root it is the same node after a restart."""
     root.mkdir(exist_ok=True)
     store = await Store.open_file(root / "store.sqlite")
     blobs = open_blobs(shared) if isinstance(shared, str) else shared
-    images = ImageStore(root / "images", store, shared=blobs, limits=ImportLimits(disk_reserve=0))
+    images = ImageStore(root / "images", store, shared=blobs, limits=ImportLimits(disk_reserve=0), cache_bytes=cache_bytes)
     made = Node(images, root)
     images.in_use = lambda: made.live
     await images.open()

@@ -48,7 +48,8 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 url = "http://127.0.0.1:%d" % server.server_address[1]
 first = words[words.index("--first-key") + 1].split(":")[0]
 used = run.parent / "used"
-ready = {{"url": url, "ports_url": "http://127.0.0.1:1", "pid": os.getpid(), "first_key": None if used.exists() else first}}
+ready = {{"url": url, "ports_url": "http://127.0.0.1:1", "socket": str(run / "api.sock"), "pid": os.getpid()}}
+ready["first_key"] = None if used.exists() else first
 used.touch()
 (run / "ready").write_text(json.dumps(ready))
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGINT, signal.SIGTERM}})
@@ -102,6 +103,7 @@ def test_up_starts_the_service_with_hashes_and_tells_the_keys_to_the_user_only(m
     assert command == "supervise"
     assert (options["--service-uid"], options["--port"], options["--ports-port"]) == ("12345", "0", "0")
     assert words[words.index("--") + 1 :][1:3] == ["-m", "dsec.serve"]
+    assert (options["--cache-gb"], options["--cache-bytes"]) == ("64", str(16 << 30))
     local = json.loads(machine.config.read_text())
     for text, seed in [(told["api_key"], options["--first-key"]), (local["api_key"], options["--local-key"])]:
         assert split(text) == Seed.parse(seed)

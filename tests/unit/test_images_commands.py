@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsec.api.errors import ErrorBoundary
 from dsec.api.listener import bind
+from dsec.cli.output import size
 from dsec.images.reads import BlobFigures
 from libdsec import DSecClient, Lock
 from libdsec.errors import ImageNotFound, InvalidArgument, PermissionDenied
@@ -88,6 +91,54 @@ async def test_an_image_is_imported_here_and_pulled_there(a: Served, b: Served, 
     assert "no image" in await b.dsec("image", "pull", "nothing", code=1)
 
 
+@dataclass
+class Shown:
+    """What a command printed whose stderr is a terminal and whose stdout is a pipe."""
+
+    printed: str
+    on_terminal: str
+
+
+async def on_terminal(served: Served, *words: str, code: int = 0) -> Shown:
+    ours, theirs = os.openpty()
+    environment = {**os.environ, "DSEC_URL": served.url, "DSEC_API_KEY": "k", "TERM": "xterm", "COLUMNS": "80"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "dsec.cli", *words, env=environment, stdout=subprocess.PIPE, stderr=theirs
+    )
+    os.close(theirs)
+    reading = asyncio.create_task(asyncio.to_thread(_read_terminal, ours))
+    printed, _ = await process.communicate()
+    shown = Shown(printed.decode(), (await reading).decode())
+    assert process.returncode == code, shown
+    return shown
+
+
+def _read_terminal(ours: int) -> bytes:
+    """All of it, until nobody has the other side open: then reading fails."""
+    seen = bytearray()
+    with os.fdopen(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+        while piece := terminal.read(4096):
+            seen += piece
+    return bytes(seen)
+
+
+async def test_on_a_terminal_a_transfer_has_a_bar_and_its_size(a: Served, b: Served, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "data").write_bytes(content(1, 2 << 20))
+    imported = await on_terminal(a, "image", "import", str(tmp_path / "tree"), "--name", "x")
+    pulled = await on_terminal(b, "image", "pull", "x", "--whole", "--json")
+    total = size(json.loads(pulled.printed)["layers"][0]["blob_bytes"])
+    assert re.search(rf"fetching data: {total} of {total} .*━{{10}}", pulled.on_terminal)
+    assert "publishing: " in imported.on_terminal and imported.printed.startswith("x@1 base")
+
+
+async def test_what_is_printed_during_a_display_still_goes_to_stdout(a: Served, tmp_path: Path) -> None:
+    made = await a.node.load("x", {"data": content(4, 1 << 20)})
+    (tmp_path / "shared" / "blobs" / f"{(made.layers[0].blob or '')[7:]}.z").unlink()
+    checked = await on_terminal(a, "image", "fsck", code=1)
+    assert checked.printed.startswith("missing: store blobs/") and "checking" in checked.on_terminal
+
+
 async def test_the_sdk_tells_the_steps_of_push_and_pull(a: Served, b: Served) -> None:
     made = await a.node.load("x", {"data": content(2, 2 << 20)})
     steps: list[str] = []
@@ -107,6 +158,8 @@ async def test_the_sdk_tells_the_steps_of_push_and_pull(a: Served, b: Served) ->
 
 async def test_stats_say_what_fraction_was_read(a: Served) -> None:
     made = await a.node.load("x", {"data": content(3, 4 << 20)})
+    assert "not measured: all of it is on this node" in await a.dsec("image", "stats", "x")
+    assert json.loads(await a.dsec("image", "stats", "x", "--json"))["needed"] is None
     a.node.images.note_start(a.node.images.resolve("x", None, ()))
     await a.node.images.record_reads({made.layers[0].blob or "": BlobFigures(needed=1 << 20, fetched=2 << 20, from_cache=10)})
     told = await a.dsec("image", "stats", "x")

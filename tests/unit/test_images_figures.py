@@ -19,7 +19,7 @@ from dsec.images.traces import Touch, Traces
 from libdsec.errors import ImageError, ImageNotFound, InvalidArgument, Unavailable
 from libdsec.schema import ImageInfo
 from tests.unit.images_archives import OciImage, files, member, tar
-from tests.unit.images_nodes import ADMIN, Node, content, node
+from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
 
 
 @pytest.fixture
@@ -144,6 +144,25 @@ async def test_reads_are_summed_over_restarts_of_both_sides(tmp_path: Path) -> N
         assert (reads.image, reads.size, reads.needed) == ("x@1", info.layers[0].blob_bytes, 2 << 20)
         assert (reads.fetched, reads.from_cache, reads.sandboxes) == (4 << 20, 350, 4)
         assert reads.fraction == pytest.approx((2 << 20) / reads.size) and reads.fetched_per_sandbox == 1 << 20
+        # blobfs is another process and went on counting.
+        await one.images.record_reads({blob: BlobFigures(needed=1 << 20, fetched=1 << 20, from_cache=50)})
+        assert await one.images.stats("x") == reads
+        await one.images.record_reads({blob: BlobFigures(needed=1 << 20, fetched=1 << 20, from_cache=75)})
+        assert (await one.images.stats("x")).from_cache == 375
+
+
+async def test_of_an_image_that_is_whole_here_it_is_not_known_what_is_read(a: Node, tmp_path: Path) -> None:
+    info = await a.load("x", {"data": content(2, 1 << 20)})
+    reads = await a.images.stats("x")
+    assert (reads.needed, reads.fraction, reads.fetched) == (None, None, 0)
+    await load(a.images, "empty", tar([member("dir", tarfile.DIRTYPE)]))
+    assert (await a.images.stats("empty")).needed == 0
+    async with node(tmp_path / "b", str(tmp_path / "shared")) as b:
+        reads = await b.images.stats("x")
+        assert (reads.needed, reads.fraction) == (0, 0.0), "blobfs would have seen it"
+        await b.images.record_reads({info.layers[0].blob or "": BlobFigures(needed=4096, fetched=1 << 18)})
+        await b.images.pull("x", True, quiet)
+        assert (await b.images.stats("x")).needed == 4096, "of before it was whole"
 
 
 # -- traces

@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dsec.images import leases
 from dsec.images.blobs import hex_of
+from dsec.images.importing import draft
 from dsec.images.shared import DOCUMENT_LIMIT, Listed
 from dsec.images.shared_catalog import MANIFEST_LIMIT, manifest_key
 from libdsec.schema import ImageFinding, ImageInfo
@@ -107,17 +109,51 @@ async def test_damage_on_a_node_is_found_and_mended_from_the_store(
         assert await check(b, deep=True) == []
 
 
-async def test_what_no_store_has_is_said_and_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["digest", "blob"])
+async def test_what_no_store_has_is_mended_by_the_next_import(part: str, tmp_path: Path) -> None:
     async with node(tmp_path / "alone", None) as alone:
-        made = await alone.load("x", {"data": content(4, 1 << 20)})
-        path = alone.root / "images" / "blobs" / hex_of(made.layers[0].blob or "")
+        contents = {"data": content(4, 1 << 20)}
+        made = await alone.load("x", contents)
+        path = alone.root / "images" / "blobs" / hex_of(getattr(made.layers[0], part))
+        good = path.read_bytes()
         flip(path)
+        [finding] = await check(alone, deep=True)
+        assert path.exists(), "nobody asked for a repair"
         [finding] = await check(alone, deep=True, repair=True)
         assert not finding.repaired and "import the image again" in finding.detail
-        assert path.exists()
-        path.unlink()
         [finding] = await check(alone, repair=True)
         assert (finding.problem, finding.repaired) == ("missing", False)
+        assert (await alone.load("x", contents)).layers == made.layers
+        assert path.read_bytes() == good
+        assert await check(alone, deep=True) == []
+
+
+async def test_what_no_store_has_stays_while_a_sandbox_runs_on_it(tmp_path: Path) -> None:
+    async with node(tmp_path / "alone", None) as alone:
+        made = await alone.load("x", {"data": content(14, 1 << 20)})
+        blob = hex_of(made.layers[0].blob or "")
+        path = alone.root / "images" / "blobs" / blob
+        flip(path)
+        alone.live.add(blob)
+        [finding] = await check(alone, deep=True, repair=True)
+        assert not finding.repaired and "in use" in finding.detail
+        assert path.exists()
+        alone.live.clear()
+        await check(alone, deep=True, repair=True)
+        assert not path.exists()
+
+
+async def test_what_was_packed_and_no_store_has_is_said_and_left(tmp_path: Path) -> None:
+    async with node(tmp_path / "alone", None) as alone:
+        base = await alone.load("base", {"data": content(15, 1 << 20)})
+        layers = [msgspec.structs.replace(layer, diff=True) for layer in base.layers]
+        await alone.images._catalog.add(draft("packed", "base", layers, base.config), ADMIN, None)
+        await alone.images.remove("base", ADMIN)
+        path = alone.root / "images" / "blobs" / hex_of(layers[0].blob or "")
+        flip(path)
+        [finding] = await check(alone, deep=True, repair=True)
+        assert not finding.repaired and "can't be imported again" in finding.detail
+        assert path.exists()
 
 
 async def test_what_lies_about_is_found(a: Node, url: str) -> None:

@@ -23,8 +23,9 @@ from dsec.api.errors import ErrorBoundary
 from dsec.api.listener import bind
 from dsec.images import ImageStore, ImportLimits
 from dsec.store import Store
-from libdsec import DSecClient
+from libdsec import DSecClient, ImportLine
 from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, PermissionDenied
+from libdsec.images import pack_tree
 from tests.unit import fake_registry
 from tests.unit.images_archives import OciImage, digest, files
 
@@ -113,6 +114,18 @@ async def test_an_image_goes_in_and_is_found_listed_and_removed(client: DSecClie
         await client.images.get(name)
     with pytest.raises(ImageNotFound):
         await client.images.remove(name)
+
+
+@pytest.mark.parametrize("as_file", [True, False], ids=["file", "directory"])
+async def test_an_upload_tells_its_size_where_that_is_known(client: DSecClient, tree: Path, tmp_path: Path, as_file: bool) -> None:
+    (tree / "large").write_bytes(os.urandom(9_000_000))
+    packed = tmp_path / "packed.tar"
+    packed.write_bytes(b"".join(pack_tree(tree)))
+    lines: list[ImportLine] = []
+    await client.images.import_(packed if as_file else tree, name="x", told=lines.append)
+    received = [line for line in lines if line.step == "receiving"]
+    assert {line.total_bytes for line in received} == {packed.stat().st_size if as_file else None}
+    assert {line.total_bytes for line in lines if line not in received} == {None}
 
 
 async def test_directories_layouts_and_archives_are_told_apart(client: DSecClient, tree: Path, tmp_path: Path) -> None:

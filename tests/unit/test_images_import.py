@@ -23,7 +23,7 @@ from dsec.images.catalog import Caller
 from dsec.images.importing import ImportRequest
 from dsec.store import Store
 from libdsec.errors import Conflict, DSecError, ImageError, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied
-from libdsec.schema import ImageInfo, ImportLine
+from libdsec.schema import ImageFinding, ImageInfo, ImportLine
 from tests.unit.images_archives import OCI_LAYER, OciImage, digest, docker_archive, files, member, tar
 
 ADMIN = Caller(project="root", admin=True)
@@ -593,5 +593,8 @@ async def test_kill_9_at_any_step_leaves_whole_images_only(tmp_path: Path, momen
         assert [info.version for info in kept] == list(range(1, len(kept) + 1))
         assert len(kept) >= 2
         assert list((tmp_path / "images" / "tmp").iterdir()) == []
+        found: list[ImageFinding] = []
+        await images.fsck(found.append, deep=True, repair=False)
+        assert found == []
     finally:
         await store.close()

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 import zstandard
 from aiohttp import web
+from yarl import URL
 
 from dsec.images import ImageStore, ImportLimits, RegistryPolicy
 from dsec.images import registry as registry_module
@@ -37,6 +38,7 @@ DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 SCHEMA_1 = "application/vnd.docker.distribution.manifest.v1+json"
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 LOGIN = Credentials(USER, PASSWORD)
+HUB_NAMES = ("docker.io", "index.docker.io", "registry-1.docker.io", "Docker.io")
 
 
 @pytest.fixture
@@ -360,6 +362,16 @@ def test_a_projects_key_names_listed_registries_only() -> None:
             policy.check(host, admin=False)
 
 
+@pytest.mark.parametrize("listed", HUB_NAMES)
+def test_docker_hub_is_allowed_by_any_of_its_names(listed: str) -> None:
+    policy = RegistryPolicy.of([listed])
+    for host in HUB_NAMES:
+        policy.check(host, admin=False)
+    for host in ("docker.io:5000", "sub.docker.io", "hub.docker.com"):
+        with pytest.raises(PermissionDenied, match="--allow-registry"):
+            policy.check(host, admin=False)
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -479,6 +491,17 @@ async def test_a_broken_connection_goes_on_where_it_stopped(images: ImageStore, 
     await pull(images, registry.reference(), tell=lambda line: told.append(line.done_bytes))
     ranges = [each.range for each in registry.asked_for(digest(layer))]
     assert ranges == [None, "bytes=100000-", "bytes=150000-", "bytes=150001-"]
+
+
+async def test_fetching_tells_how_much_there_is_to_fetch(images: ImageStore, registry: FakeRegistry) -> None:
+    made = OciImage.of([files({"a": os.urandom(9_000_000)}), files({"b": os.urandom(9_000_000)})])
+    registry.add(made)
+    lines: list[ImportLine] = []
+    await pull(images, registry.reference(), tell=lines.append)
+    total = sum(map(len, made.layers))
+    fetching = [line for line in lines if line.step == "fetching 2 layers"]
+    assert {line.total_bytes for line in fetching} == {total} and all(0 < line.done_bytes <= total for line in fetching)
+    assert {line.total_bytes for line in lines if line not in fetching} == {None}
 
 
 async def test_a_registry_without_ranges_begins_again(images: ImageStore, registry: FakeRegistry) -> None:
@@ -668,10 +691,42 @@ def test_references_that_lead_nowhere_are_refused_by_field(text: str) -> None:
     assert refusal.value.field == "source"
 
 
-def test_logins_are_found_where_docker_and_skopeo_leave_them(tmp_path: Path) -> None:
-    def encoded(user: str, password: str) -> dict[str, str]:
-        return {"auth": base64.b64encode(f"{user}:{password}".encode()).decode()}
+@pytest.mark.parametrize("host", HUB_NAMES)
+def test_docker_hub_is_known_by_its_names(host: str) -> None:
+    for written, repository in (("debian", "library/debian"), ("library/debian", "library/debian"), ("team/app/x", "team/app/x")):
+        parsed = RegistryReference.parse(f"docker://{host}/{written}:12")
+        assert (parsed.host, parsed.repository, parsed.tag) == ("registry-1.docker.io", repository, "12")
+        assert str(parsed.origin(insecure=False)) == "https://registry-1.docker.io"
+    for elsewhere in ("docker.io:5000", "sub.docker.io"):
+        parsed = RegistryReference.parse(f"docker://{elsewhere}/debian")
+        assert (parsed.host, parsed.repository) == (elsewhere, "debian")
 
+
+async def test_requests_and_the_scope_of_the_token_name_the_whole_repository(
+    images: ImageStore, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RegistryReference, "origin", lambda self, insecure: URL(f"http://{registry.host}"))
+    registry.auth = "bearer"
+    scopes: list[str] = []
+
+    async def token(asked: web.Request) -> web.StreamResponse:
+        scopes.append(asked.query["scope"])
+        return web.json_response({"token": TOKEN})
+
+    registry.instead["/token"] = token
+    with pytest.raises(ImageNotFound, match=r"registry-1\.docker\.io has no registry-1\.docker\.io/library/debian:12"):
+        await pull(images, "docker://docker.io/debian:12")
+    assert scopes == ["repository:library/debian:pull"]
+    manifest = "/v2/library/debian/manifests/12"
+    asked = [(each.path, each.authorization) for each in registry.asked]
+    assert asked == [(manifest, None), ("/token", None), (manifest, f"Bearer {TOKEN}")]
+
+
+def encoded(user: str, password: str) -> dict[str, str]:
+    return {"auth": base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+
+def test_logins_are_found_where_docker_and_skopeo_leave_them(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / ".docker").mkdir(parents=True)
     (home / ".config" / "containers").mkdir(parents=True)
@@ -690,16 +745,39 @@ def test_logins_are_found_where_docker_and_skopeo_leave_them(tmp_path: Path) -> 
     assert find_login("registry.example", "else", environment | {"REGISTRY_AUTH_FILE": str(tmp_path / "named.json")}) == ("c", "3")
 
 
-def test_a_credential_helper_is_asked(tmp_path: Path) -> None:
-    helper = tmp_path / "docker-credential-test"
-    helper.write_text('#!/bin/sh\nread host\necho "{\\"Username\\": \\"u\\", \\"Secret\\": \\"for $host\\"}"\n')
+def docker_environment(directory: Path, content: object) -> dict[str, str]:
+    """Where ``content`` is docker's configuration, and the helper ``test`` answers with the key that it is asked for."""
+    helper = directory / "docker-credential-test"
+    helper.write_text('#!/bin/sh\nread key\necho "{\\"Username\\": \\"u\\", \\"Secret\\": \\"for $key\\"}"\n')
     helper.chmod(0o755)
-    (tmp_path / "config.json").write_text(json.dumps({"credHelpers": {"registry.example": "test"}}))
-    environment = {
-        "HOME": "/nonexistent",
-        "DOCKER_CONFIG": str(tmp_path),
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "XDG_RUNTIME_DIR": "/nonexistent",
-    }
+    (directory / "config.json").write_text(json.dumps(content))
+    elsewhere = {"HOME": "/nonexistent", "XDG_RUNTIME_DIR": "/nonexistent"}
+    return {**elsewhere, "DOCKER_CONFIG": str(directory), "PATH": f"{directory}:/usr/bin:/bin"}
+
+
+def test_a_credential_helper_is_asked(tmp_path: Path) -> None:
+    environment = docker_environment(tmp_path, {"credHelpers": {"registry.example": "test"}})
     assert find_login("registry.example", "a", environment) == ("u", "for registry.example")
     assert find_login("other.example", "a", environment) is None
+
+
+def found_on_docker_hub(tmp_path: Path, content: object) -> list[tuple[str, str] | None]:
+    """What a configuration of docker gives for each of Docker Hub's names."""
+    environment = docker_environment(tmp_path, content)
+    return [find_login(host, "debian", environment) for host in HUB_NAMES]
+
+
+def test_a_login_to_docker_hub_is_found_by_any_of_its_names(tmp_path: Path) -> None:
+    for key in ("https://index.docker.io/v1/", "docker.io", "docker.io/library", "index.docker.io/library/debian"):
+        assert found_on_docker_hub(tmp_path, {"auths": {key: encoded("d", "1")}}) == [("d", "1")] * 4, key
+    for key in ("docker.io/team", "https://hub.docker.com", "docker.io:5000"):
+        assert found_on_docker_hub(tmp_path, {"auths": {key: encoded("d", "1")}}) == [None] * 4, key
+
+
+def test_a_helper_is_asked_for_docker_hub_by_the_key_that_it_knows(tmp_path: Path) -> None:
+    key = "https://index.docker.io/v1/"
+    by_docker = [("u", f"for {key}")] * 4
+    # Docker leaves an empty entry in the file for what its helper keeps.
+    assert found_on_docker_hub(tmp_path, {"auths": {key: {}}, "credsStore": "test"}) == by_docker
+    assert found_on_docker_hub(tmp_path, {"credHelpers": {key: "test"}, "credsStore": "none-such"}) == by_docker
+    assert found_on_docker_hub(tmp_path, {"credHelpers": {"docker.io": "test"}}) == [("u", "for docker.io")] * 4

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -19,8 +20,10 @@ from dsec.images import publishing
 from dsec.images.blobs import hex_of
 from dsec.images.catalog import Caller
 from dsec.images.chunks import ChunkTable
+from dsec.images.converter import Report
 from dsec.images.leases import Lease
 from dsec.images.names import locked
+from dsec.images.packing import PackedLayer
 from dsec.images.shared import DirectoryBlobs, open_blobs
 from dsec.images.shared_catalog import manifest_key, name_key
 from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
@@ -109,8 +112,19 @@ async def test_an_image_is_pulled_whole_and_then_not_lazy(a: Node, b: Node) -> N
     lines: list[ImportLine] = []
     assert await b.images.pull("base", True, lines.append) == made
     assert max(line.done_bytes for line in lines) == made.layers[0].blob_bytes
+    assert {line.total_bytes for line in lines if line.step == "fetching data"} == {made.layers[0].blob_bytes}
     assert await start_on(b, "base") == [False]
     assert hashlib.sha256((b.root / "images" / "blobs" / hex_of(made.layers[0].blob or "")).read_bytes()).hexdigest() in b.blobs()
+
+
+async def test_packing_and_sending_tell_how_much_there_is(a: Node) -> None:
+    lines: list[ImportLine] = []
+    made = await a.load("base", {"data": content(3, 36 << 20)}, tell=lines.append)
+    packed = {line.total_bytes for line in lines if line.step == "packing layer 1 of 1"}
+    sent = [line for line in lines if line.step == "sending layer 1 of 1"]
+    assert packed == {made.layers[0].blob_bytes}
+    [stored] = {line.total_bytes for line in sent}
+    assert stored is not None and sent[0].done_bytes == 0 and (8 << 20) < sent[-1].done_bytes <= stored < made.layers[0].blob_bytes
 
 
 async def test_versions_are_unique_among_nodes(a: Node, b: Node) -> None:
@@ -177,6 +191,7 @@ class Counting(DirectoryBlobs):
         super().__init__(root)
         self.written: list[str] = []
         self.fail_at: str | None = None
+        self.refused = 0
 
     async def _put(self, key: str, content: bytes | AsyncIterator[bytes]) -> None:
         self._check(key)
@@ -188,6 +203,7 @@ class Counting(DirectoryBlobs):
 
     def _check(self, key: str) -> None:
         if self.fail_at is not None and self.fail_at in key:
+            self.refused += 1
             raise Unavailable(f"cut while writing {key}")
         self.written.append(key)
 
@@ -391,6 +407,101 @@ async def test_a_manifest_that_names_a_path_as_a_digest_is_refused(a: Node, b: N
     path.write_bytes(path.read_bytes().replace(b'"digest":"sha256:', b'"digest":"../../../'))
     with pytest.raises(ImageError, match="no digest"):
         await b.images.find("x")
+
+
+# -- what was packed from sandboxes
+
+
+async def pack_on(at: Node, base: str, name: str, seed: int) -> ImageInfo:
+    """What the edge does when a sandbox of ``base`` is packed: its layer is that of an import that is gone again."""
+    written = at.root / "written"
+    async with node(written, None) as elsewhere:
+        layer = (await elsewhere.load("written", {"more": content(seed, 1 << 20)})).layers[0]
+    assert layer.blob is not None
+    workspace = at.images._blobs.make_workspace()
+    for file, digest in (("meta", layer.digest), ("blob", layer.blob)):
+        shutil.copyfile(written / "images" / "blobs" / hex_of(digest), workspace / file)
+    report = Report(
+        meta=hex_of(layer.digest),
+        meta_bytes=layer.meta_bytes,
+        blob=hex_of(layer.blob),
+        blob_bytes=layer.blob_bytes,
+        entries=2,
+        extra_ids=(),
+        dropped_xattrs=0,
+    )
+    packed = PackedLayer(report=report, directory=workspace, base=at.images.resolve(base, None, ()))
+    return (await at.images.packing.store(packed, name, {}, ADMIN, None, quiet)).image
+
+
+async def test_a_packed_image_is_pushed_at_once(a: Node, b: Node, url: str) -> None:
+    await a.load("base", {"data": content(40, 1 << 20)})
+    made = await pack_on(a, "base", "packed", 41)
+    # Less than a minute, after which it would be pushed in any case.
+    await eventually(Path(url, manifest_key("packed", 1)).exists, within_s=20)
+    assert (await b.images.find("packed")).digest == made.digest
+    assert await start_on(b, "packed") == [True, True]
+
+
+async def test_a_packed_image_does_not_wait_for_another_push_of_this_node(a: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    await a.load("base", {"data": content(40, 1 << 20)})
+    shared = a.images._sharing
+    assert shared is not None
+    pushing, go_on = asyncio.Event(), asyncio.Event()
+    push = shared.publisher.push
+
+    async def slowly(image: ImageInfo, *args: Any) -> ImageInfo:
+        if image.name == "an import":
+            pushing.set()
+            await go_on.wait()
+        return await push(image, *args)
+
+    monkeypatch.setattr(shared.publisher, "push", slowly)
+    loading = asyncio.create_task(a.load("an import", {"a": b"1"}))
+    await pushing.wait()
+    await pack_on(a, "base", "packed", 42)
+    await eventually(Path(url, manifest_key("packed", 1)).exists, within_s=20)
+    assert not loading.done()
+    go_on.set()
+    await loading
+
+
+async def test_what_an_image_rests_on_is_leased_until_it_is_pushed(tmp_path: Path, url: str, b: Node) -> None:
+    store = Counting(Path(url))
+    async with node(tmp_path / "a", store) as a:
+        base = await a.load("base", {"data": content(43, 1 << 20)})
+        needed = {hex_of(digest) for layer in base.layers for digest in (layer.digest, layer.blob) if digest is not None}
+        shared = a.images._sharing
+        assert shared is not None
+        store.fail_at = "blobs/"
+        packed = await pack_on(a, "base", "packed", 44)
+        await eventually(lambda: store.refused > 0 and not shared._flights.busy(manifest_key("packed", 1)), within_s=20)
+        await shared.lease.refresh()
+        assert await Lease(shared.blobs, set).others() >= needed | {hex_of(layer.digest) for layer in packed.layers}
+        with pytest.raises(Conflict, match="another node"):
+            await b.images.remove("base", ADMIN)
+        store.fail_at = None
+        shared.push_soon()
+        await eventually(lambda: not a.images._catalog.unpushed(), within_s=20)
+        await shared.lease.refresh()
+        assert (await Lease(shared.blobs, set).others()).isdisjoint(needed), "its manifest protects it now"
+        await b.images.remove("base", ADMIN)
+        age(url)
+        await b.images.collect_garbage()
+        assert await start_on(b, "packed") == [True, True]
+
+
+async def test_what_an_image_rested_on_is_free_when_it_goes_before_it_is_pushed(tmp_path: Path, url: str, b: Node) -> None:
+    store = Counting(Path(url))
+    async with node(tmp_path / "a", store) as a:
+        await a.load("base", {"data": content(45, 1 << 20)})
+        store.fail_at = "blobs/"
+        await pack_on(a, "base", "packed", 46)
+        shared = a.images._sharing
+        assert shared is not None
+        await eventually(lambda: store.refused > 0 and not shared._flights.busy(manifest_key("packed", 1)), within_s=20)
+        await a.images.remove("packed", ADMIN)
+        await b.images.remove("base", ADMIN)
 
 
 # -- removing and gc
