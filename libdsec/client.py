@@ -114,9 +114,16 @@ class DSecClient:
 
         ``timeout``: seconds, then DeadlineExceeded, and nothing of the sandbox stays. While there is time left, a refusal for want of
         capacity is tried again as often as the server proposes. Cancelled, it takes back what it has made, unless that has a key of
-        yours. Raises InvalidArgument, ImageNotFound, ImageError, QuotaExceeded, NoCapacity (its ``reason`` says what is short),
-        Unsupported (backend). Interrupted calls are repeated with the same idempotency key, so no second sandbox comes of it; repeating
-        the call yourself is safe with an ``args.idempotency_key`` of your own.
+        yours.
+
+        Raises InvalidArgument, ImageNotFound, ImageError (its layers can't be used), QuotaExceeded, NoCapacity (its ``reason`` says what is
+        short), Unsupported (backend, ``network="bridged"``), SandboxGone and SandboxFailed (it was stopped or broke before it was ready),
+        and PermissionDenied, FileNotFound or FileError with ``errno`` where its ``workdir`` can't be made. With an
+        ``args.idempotency_key`` also Conflict (the key was used with other arguments), SandboxGone and SandboxFailed (the key's sandbox has
+        ended): these stay, so another try takes another key.
+
+        Interrupted calls are repeated with the same idempotency key, so no second sandbox comes of it; repeating the call yourself is safe
+        with an ``args.idempotency_key`` of your own, and makes another sandbox without.
         """
         return self._sandbox(await self._create_one(args, timeout))
 
@@ -167,9 +174,13 @@ class DSecClient:
         """Make ``count`` sandboxes of one kind, or one for each element of a sequence (at most 32,000), in one request.
 
         ``async for item in client.run_many(args, count=64)`` yields each as soon as it is ready, in order of readiness: ``item.index`` and
-        either ``item.sandbox`` or ``item.error``. One sandbox's failure is no other's. ``timeout``: seconds; what isn't ready by then is
-        taken back and comes as a DeadlineExceeded item. Raises what concerns the request as a whole (InvalidArgument, AuthenticationError,
-        Unavailable).
+        either ``item.sandbox`` or ``item.error`` (what :meth:`run` raises). One sandbox's failure is no other's. ``timeout``: seconds;
+        what isn't ready by then is taken back and comes as a DeadlineExceeded item.
+
+        Raises what concerns the request as a whole: InvalidArgument and Unsupported (of any element: nothing is made), NoCapacity
+        (``reason`` "start_queue": the node's queue has no room for all that are missing), DeadlineExceeded (the server was silent until 5
+        seconds after the deadline), AuthenticationError, PermissionDenied, Unavailable. Some may have been made before that: repeating the
+        request is safe with keys of your own, and gives those too.
 
         Left early (by ``break``, an exception, cancelling), it stops what the server had made by then and the caller wasn't given, and the
         server makes no more. What has an ``idempotency_key`` of the caller's lives on: the caller can ask for it again.
@@ -267,7 +278,8 @@ class DSecClient:
         page_size: int = PAGE,
     ) -> AsyncGenerator[SandboxInfo, None]:
         """The project's sandboxes, oldest first, fetched ``page_size`` at a time. ``labels``: only those that have all of these.
-        Raises InvalidArgument. Safe to repeat."""
+        ``state``: only those in it; without one only live sandboxes are listed, and failed ones that are kept for inspection: what was
+        stopped, failed or was lost is listed by its state for 24 hours. Raises InvalidArgument. Safe to repeat."""
         cursor: str | None = None
         while True:
             page = await self.transport.call("GET", self._list_url(state, backend, labels or {}, page_size, cursor), _sandbox_page)
@@ -286,7 +298,8 @@ class DSecClient:
         return Sandbox(self.transport, info)
 
     async def doctor(self) -> DoctorReport:
-        """What the node has of the kernel features that sandboxes need, and what each lack costs. Safe to repeat."""
+        """What the node has of the kernel features that sandboxes need, and what each lack costs; ``dsec doctor`` on the node also tells
+        what to do about it where ``todo`` is empty. Safe to repeat."""
         return await self.transport.call("GET", self.transport.at("/v1/doctor"), _doctor_report)
 
 

@@ -24,8 +24,8 @@ class OutputStream:
     and everything was read. A connection that breaks is made again at the same offset, unseen by the caller. The command blocks once 1 MiB
     waits to be read; nothing is dropped. What was sent stays readable in a window of 8 MiB.
 
-    Iterating raises OffsetGone (the offset has left that window), ProcessNotFound, SandboxGone, SandboxFailed, and Unavailable when the
-    server can't be reached for a minute. Iterating again is safe.
+    Iterating raises OffsetGone (the offset has left that window), InvalidArgument (it is beyond what was written), ProcessNotFound,
+    SandboxGone, SandboxFailed, and Unavailable when the server can't be reached for a minute. Iterating again is safe.
     """
 
     def __init__(self, transport: Transport, path: str, offset: int = 0) -> None:
@@ -71,7 +71,7 @@ class OutputStream:
 
 class Process:
     """A command started by :meth:`Sandbox.start`, or found again by :meth:`Sandbox.process`. It runs on whether or not anybody follows
-    it."""
+    it. Every call may raise what any call of a :class:`Sandbox` may; the docstrings name what comes on top."""
 
     def __init__(self, transport: Transport, sandbox_path: str, info: ProcessInfo) -> None:
         self._transport = transport
@@ -103,9 +103,9 @@ class Process:
     async def write_stdin(self, data: ByteSource) -> None:
         """Write to the command's standard input and wait until it is taken over; blocks while the command doesn't read.
 
-        ``data``: bytes, str (sent as UTF-8) or an async iterable of bytes. Concurrent calls are carried out one after the other.
-        Raises ProcessNotFound, Conflict (the input is closed, or never was open), Unavailable (the connection broke: how much arrived is
-        unknown). Not safe to repeat.
+        ``data``: bytes, str (sent as UTF-8) or an async iterable of bytes. Concurrent calls are carried out one after the other. What comes
+        behind the end of the input, or of the command, is dropped. Raises ProcessNotFound, what an iterable raises, and Unavailable (the
+        connection broke: how much arrived is unknown). Not safe to repeat.
         """
         async with self._stdin_turn:
             await self._put_stdin(data, eof=False)
@@ -121,16 +121,16 @@ class Process:
             await response.read()
 
     async def resize(self, rows: int, cols: int) -> None:
-        """Set the size of the command's terminal, in character cells. Raises InvalidArgument without a PTY, ProcessNotFound. Safe to
-        repeat."""
+        """Set the size of the command's terminal, in character cells; without a PTY nothing happens. Raises InvalidArgument for a size that
+        no terminal has, ProcessNotFound. Safe to repeat."""
         await self._transport.send("POST", self._transport.at(f"{self._path}/resize"), body=encode(PtySize(rows, cols)))
 
     async def signal(self, signal: str | int, *, tree: bool = False) -> None:
         """Send a signal (``"TERM"``, ``"SIGTERM"``, 15, ``signal.SIGTERM``) to the command's process group.
 
         ``tree=True`` reaches every process of the command, also those that left the group; only KILL takes it.
-        Raises InvalidArgument (no such signal), ProcessNotFound. An interrupted call is recognized, so that it signals once (unless the
-        service was restarted meanwhile); your own repetition signals again.
+        Raises InvalidArgument (no such signal, or ``tree`` with another than KILL), ProcessNotFound. An interrupted call is recognized, so
+        that it signals once (unless the service was restarted meanwhile); your own repetition signals again.
         """
         request = SignalRequest(signal=_signal_name(signal), tree=tree)
         headers = {"Idempotency-Key": secrets.token_hex(12)}

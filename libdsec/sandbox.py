@@ -94,7 +94,8 @@ class Sandbox:
     """An isolated computer that lives until it is stopped. Made by :meth:`DSecClient.run` and its kin, or by :meth:`Sandbox.create`.
 
     ``async with sandbox`` stops it at the end. Every call may raise SandboxNotFound (no such sandbox in this project), SandboxGone
-    (stopped or expired; when and why), SandboxFailed (it broke; why), AuthenticationError, and Unavailable (the platform couldn't be
+    (stopped or expired; when and why), SandboxFailed (it broke; why), Conflict (it isn't running yet: found while it was being made),
+    InvalidArgument (text that has no UTF-8 form; the client is closed), AuthenticationError, and Unavailable (the platform couldn't be
     reached for a minute); the docstrings name what comes on top. Interrupted calls are repeated by the SDK where that is safe.
     """
 
@@ -141,7 +142,11 @@ class Sandbox:
         ``image`` is the base image, ``timeout`` the seconds until DeadlineExceeded; the other arguments are the fields of
         :class:`DSecContainerRunArgs`. ``lock``, instead of image, workspace, toolkits and the network's, is a :class:`Lock` or a file that
         ``dsec lock`` wrote: the sandbox starts from exactly those layers. Without ``client`` a client of its own is made from the
-        environment; it is closed when the sandbox is stopped. Raises what :meth:`DSecClient.run` raises, when it is awaited or entered.
+        environment; it is closed when the sandbox is stopped.
+
+        Raises InvalidArgument and Unsupported (backend) at once, and OSError for a lock file that can't be read; when it is awaited or
+        entered, what :meth:`DSecClient.run` raises, and InvalidArgument where no server is to be found. Safe to repeat with an
+        ``idempotency_key``; without one each call makes a sandbox.
         """
         if (image is None) == (lock is None):
             raise InvalidArgument("either an image or a lock is wanted", field="image")
@@ -265,10 +270,11 @@ class Sandbox:
 
         Calls of one session are carried out first come, first served. ``exit`` ends the session; the next call opens a new one and says so
         (``session_restarted``). ``timeout`` (seconds) kills the command and the session: the result is ``timed_out``. ``cwd``, ``env`` and
-        ``user`` count only when the call opens the session, else InvalidArgument. ``max_output``: bytes kept of each stream, the rest is
-        counted and dropped (``truncated``). ``check=True`` raises CommandFailed unless the exit code is 0.
+        ``user`` count only when the call opens the session, else InvalidArgument. ``max_output``: bytes kept of each stream (at most 64
+        MiB), the rest is counted and dropped (``truncated``). ``check=True`` raises CommandFailed unless the exit code is 0.
 
-        Interrupted calls are taken up again, never run twice; to repeat a call that raised Unavailable may run the command again.
+        Raises InvalidArgument also for a command and environment above 1.5 MiB together, a NUL byte in them, and any other argument that
+        can't be. Interrupted calls are taken up again, never run twice; to repeat a call that raised Unavailable may run the command again.
         """
         request = ShellRequest(
             command=command,
@@ -284,7 +290,8 @@ class Sandbox:
         return _checked(result, command) if check else result
 
     async def close_session(self, session: str = "default") -> None:
-        """End a shell session and kill its background children. Closing one that isn't there changes nothing. Safe to repeat."""
+        """End a shell session and kill its background children. Closing one that isn't there changes nothing. Raises InvalidArgument for
+        what can't be a session's name. Safe to repeat."""
         with contextlib.suppress(ProcessNotFound):
             await self._transport.send("DELETE", self._transport.at(f"{self._path}/shell/{quote(session, safe='')}"))
 
@@ -311,9 +318,13 @@ class Sandbox:
         background children live on when the command ends. ``check=True`` raises CommandFailed unless the exit code is 0. ``exec_id``
         names the call: one that is known already is attached to, not run again.
 
-        A program that isn't there is a result too (exit code 127, ``start_error``). Raises InvalidArgument (an argument vector or
-        environment above 1 MB, say). An interrupted call is taken up again, never run twice. Cancelling the call leaves the command
-        running; to repeat a call is safe only with an ``exec_id`` of your own.
+        A program that isn't there is a result too (exit code 127, ``start_error``). Raises InvalidArgument (an argument vector and
+        environment above 1.5 MiB together, a NUL byte in them, and any other argument that can't be), and what an iterable ``stdin``
+        raises: then the command is killed.
+
+        An interrupted call is taken up again, never run twice; only where the connection breaks that carries more than 1 MiB of ``stdin``,
+        or an iterable, the command is killed and Unavailable raised. Cancelling the call leaves the command running; to repeat a call is
+        safe only with an ``exec_id`` of your own.
         """
         content = None if stdin is None else whole(stdin)
         streamed = stdin is not None and (content is None or len(content) > INLINE_STDIN)
@@ -386,11 +397,12 @@ class Sandbox:
     ) -> Process:
         """Start a command and return as soon as it runs; its output is read from the :class:`Process`.
 
-        ``stdin``: True: what ``write_stdin`` sends, until ``close_stdin``; False: no input; bytes or text: that, then the end. ``pty``
-        gives the command a terminal of that size. ``timeout`` (seconds) kills its whole tree. Without ``exec_id`` one is made. A program
-        that isn't there: the process ends at once with exit code 127. The other arguments are those of :meth:`exec`.
+        ``stdin``: True: what ``write_stdin`` sends, until ``close_stdin``; False: no input; bytes or text: that (at most 16 MiB), then the
+        end. ``pty`` gives the command a terminal of that size. ``timeout`` (seconds) kills its whole tree. Without ``exec_id`` one is made.
+        A program that isn't there: the process ends at once with exit code 127. The other arguments are those of :meth:`exec`.
 
-        An interrupted call is taken up again, never run twice; to repeat a call is safe with an ``exec_id`` of your own.
+        Raises InvalidArgument for the same as :meth:`exec`, a longer ``stdin`` and a size that no terminal has. An interrupted call is
+        taken up again, never run twice; to repeat a call is safe with an ``exec_id`` of your own.
         """
         request = self._exec_request(command, cwd, env, user, exec_id)
         request.mode = "start"
@@ -442,7 +454,8 @@ class Sandbox:
         return self._transport.lines("GET", self._transport.at(f"{self._path}/events", {"follow": follow}), _event)
 
     def diff(self) -> AsyncIterator[DiffEntry]:
-        """What was written and removed since creation: the paths of the writable layer. Safe to repeat."""
+        """What was written and removed since creation: the paths of the writable layer, also of a failed sandbox that is kept. A broken
+        connection raises Unavailable. Safe to repeat."""
         return self._transport.lines("GET", self._transport.at(f"{self._path}/diff"), _diff_entry)
 
     # -- its files as an image, and as the start of others --------------------------------------------------------------------------------
@@ -464,8 +477,10 @@ class Sandbox:
         is in it. What stays out is listed in ``removed``, and stays in the sandbox; where it had replaced a file of the image, the image's
         shows again. ``labels`` are set over those of the image. ``progress`` is called with what is being done.
 
-        Raises InvalidArgument (a name or a glob), PermissionDenied (a name of another project), ImageError (what was written can't be a
-        layer), NoCapacity (no disk space), Conflict (the sandbox doesn't run). An interrupted call is taken up again: it makes one image.
+        Raises InvalidArgument (a name, a label or a glob), PermissionDenied (a name of another project), ImageError (what was written can't
+        be a layer, or it is one too many), NoCapacity (no disk space), Conflict (the sandbox doesn't run), Unsupported (the node can't
+        freeze it), and Unavailable where it doesn't stand still within 2 seconds. An interrupted call is taken up again: it makes one
+        image; your own repetition makes another version.
         """
         request = PackRequest(name=name, exclude=tuple(exclude), labels=dict(labels or {}), leftovers=leftovers)
         headers = {"Idempotency-Key": secrets.token_hex(12)}
@@ -507,8 +522,13 @@ class Sandbox:
         Unsupported for a container.
 
         All or nothing: if one fails, the others are stopped and its error is raised (as :meth:`DSecClient.run` raises them). ``timeout``:
-        seconds, then DeadlineExceeded. An interrupted call is taken up again with the same keys, so nothing is made twice; what wasn't
-        begun before starts with the files of that later moment (``info().forked_at``). Sandbox i has the key ``<idempotency_key>/<i>``.
+        seconds, then DeadlineExceeded. Raises on top InvalidArgument (``disk_limit_mb`` below what the files take, say), NoCapacity (it
+        isn't waited for), Unsupported (``memory``, or a node that can't freeze this sandbox), and Unavailable where it doesn't stand still
+        within 2 seconds.
+
+        An interrupted call is taken up again with the same keys, so nothing is made twice; what wasn't begun before starts with the files
+        of that later moment (``info().forked_at``). Of several, sandbox i has the key ``<idempotency_key>/<i>``. Your own repetition is
+        safe with an ``idempotency_key``; after an error it takes another one, for the keys of those that were stopped answer SandboxGone.
         """
         if memory:
             raise Unsupported(f"a fork of a {self.backend} has its files only, not its memory", field="memory")
@@ -590,8 +610,8 @@ class Sandbox:
     async def connect(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A TCP connection to ``port`` inside (127.0.0.1, then ::1), as asyncio's streams. Closing the writer closes both directions.
 
-        Where nothing listens Conflict is raised, or the first read raises ConnectionResetError. So does one on a connection that broke, and
-        the message says why; an end of file is always the program's own. Nothing is repeated.
+        Raises InvalidArgument for what is no port. Where nothing listens Conflict is raised, or the first read raises ConnectionResetError.
+        So does one on a connection that broke, and the message says why; an end of file is always the program's own. Nothing is repeated.
         """
         url = self._transport.at(f"{self._path}/tcp/{_port(port)}")
         try:

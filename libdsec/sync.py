@@ -41,8 +41,10 @@ from libdsec import (
     ImageInfo,
     ImageNotFound,
     ImageReads,
+    ImportLine,
     InvalidArgument,
     KeyInfo,
+    LayerReads,
     Leftover,
     Lock,
     Metrics,
@@ -79,7 +81,7 @@ from libdsec._blocking import (
     run,
 )
 from libdsec.client import PAGE
-from libdsec.images import Format, Kind, Progress
+from libdsec.images import Format, Kind, Progress, Told
 from libdsec.paths import SandboxPath
 from libdsec.sandbox import Command
 from libdsec.schema import MAX_OUTPUT_DEFAULT, AnyRunArgs, Backend, State
@@ -112,9 +114,11 @@ __all__ = [
     "ImageNotFound",
     "ImageReads",
     "Images",
+    "ImportLine",
     "InvalidArgument",
     "KeyInfo",
     "Keys",
+    "LayerReads",
     "Leftover",
     "Lock",
     "Metrics",
@@ -208,9 +212,16 @@ class DSecClient:
 
         ``timeout``: seconds, then DeadlineExceeded, and nothing of the sandbox stays. While there is time left, a refusal for want of
         capacity is tried again as often as the server proposes. Cancelled, it takes back what it has made, unless that has a key of
-        yours. Raises InvalidArgument, ImageNotFound, ImageError, QuotaExceeded, NoCapacity (its ``reason`` says what is short),
-        Unsupported (backend). Interrupted calls are repeated with the same idempotency key, so no second sandbox comes of it; repeating
-        the call yourself is safe with an ``args.idempotency_key`` of your own.
+        yours.
+
+        Raises InvalidArgument, ImageNotFound, ImageError (its layers can't be used), QuotaExceeded, NoCapacity (its ``reason`` says what is
+        short), Unsupported (backend, ``network="bridged"``), SandboxGone and SandboxFailed (it was stopped or broke before it was ready),
+        and PermissionDenied, FileNotFound or FileError with ``errno`` where its ``workdir`` can't be made. With an
+        ``args.idempotency_key`` also Conflict (the key was used with other arguments), SandboxGone and SandboxFailed (the key's sandbox has
+        ended): these stay, so another try takes another key.
+
+        Interrupted calls are repeated with the same idempotency key, so no second sandbox comes of it; repeating the call yourself is safe
+        with an ``args.idempotency_key`` of your own, and makes another sandbox without.
         """
         return Sandbox._of(run(self._async.run(args, timeout=timeout)))
 
@@ -230,9 +241,13 @@ class DSecClient:
         """Make ``count`` sandboxes of one kind, or one for each element of a sequence (at most 32,000), in one request.
 
         ``for item in client.run_many(args, count=64)`` yields each as soon as it is ready, in order of readiness: ``item.index`` and
-        either ``item.sandbox`` or ``item.error``. One sandbox's failure is no other's. ``timeout``: seconds; what isn't ready by then is
-        taken back and comes as a DeadlineExceeded item. Raises what concerns the request as a whole (InvalidArgument, AuthenticationError,
-        Unavailable).
+        either ``item.sandbox`` or ``item.error`` (what :meth:`run` raises). One sandbox's failure is no other's. ``timeout``: seconds;
+        what isn't ready by then is taken back and comes as a DeadlineExceeded item.
+
+        Raises what concerns the request as a whole: InvalidArgument and Unsupported (of any element: nothing is made), NoCapacity
+        (``reason`` "start_queue": the node's queue has no room for all that are missing), DeadlineExceeded (the server was silent until 5
+        seconds after the deadline), AuthenticationError, PermissionDenied, Unavailable. Some may have been made before that: repeating the
+        request is safe with keys of your own, and gives those too.
 
         Left early (by ``break``, an exception, cancelling), it stops what the server had made by then and the caller wasn't given, and the
         server makes no more. What has an ``idempotency_key`` of the caller's lives on: the caller can ask for it again.
@@ -257,11 +272,13 @@ class DSecClient:
         self, *, state: State | None = None, backend: Backend | None = None, labels: Mapping[str, str] | None = None, page_size: int = PAGE
     ) -> Iterator[SandboxInfo]:
         """The project's sandboxes, oldest first, fetched ``page_size`` at a time. ``labels``: only those that have all of these.
-        Raises InvalidArgument. Safe to repeat."""
+        ``state``: only those in it; without one only live sandboxes are listed, and failed ones that are kept for inspection: what was
+        stopped, failed or was lost is listed by its state for 24 hours. Raises InvalidArgument. Safe to repeat."""
         return iterate(self._async.list(state=state, backend=backend, labels=labels, page_size=page_size))
 
     def doctor(self) -> DoctorReport:
-        """What the node has of the kernel features that sandboxes need, and what each lack costs. Safe to repeat."""
+        """What the node has of the kernel features that sandboxes need, and what each lack costs; ``dsec doctor`` on the node also tells
+        what to do about it where ``todo`` is empty. Safe to repeat."""
         return run(self._async.doctor())
 
 
@@ -283,7 +300,8 @@ class Sandbox:
     """An isolated computer that lives until it is stopped. Made by :meth:`DSecClient.run` and its kin, or by :meth:`Sandbox.create`.
 
     ``with sandbox`` stops it at the end. Every call may raise SandboxNotFound (no such sandbox in this project), SandboxGone
-    (stopped or expired; when and why), SandboxFailed (it broke; why), AuthenticationError, and Unavailable (the platform couldn't be
+    (stopped or expired; when and why), SandboxFailed (it broke; why), Conflict (it isn't running yet: found while it was being made),
+    InvalidArgument (text that has no UTF-8 form; the client is closed), AuthenticationError, and Unavailable (the platform couldn't be
     reached for a minute); the docstrings name what comes on top. Interrupted calls are repeated by the SDK where that is safe.
     """
 
@@ -332,7 +350,11 @@ class Sandbox:
         ``image`` is the base image, ``timeout`` the seconds until DeadlineExceeded; the other arguments are the fields of
         :class:`DSecContainerRunArgs`. ``lock``, instead of image, workspace, toolkits and the network's, is a :class:`Lock` or a file that
         ``dsec lock`` wrote: the sandbox starts from exactly those layers. Without ``client`` a client of its own is made from the
-        environment; it is closed when the sandbox is stopped. Raises what :meth:`DSecClient.run` raises, when it is awaited or entered.
+        environment; it is closed when the sandbox is stopped.
+
+        Raises InvalidArgument and Unsupported (backend) at once, and OSError for a lock file that can't be read; when it is awaited or
+        entered, what :meth:`DSecClient.run` raises, and InvalidArgument where no server is to be found. Safe to repeat with an
+        ``idempotency_key``; without one each call makes a sandbox.
         """
         return Sandbox._of(
             run(
@@ -428,10 +450,11 @@ class Sandbox:
 
         Calls of one session are carried out first come, first served. ``exit`` ends the session; the next call opens a new one and says so
         (``session_restarted``). ``timeout`` (seconds) kills the command and the session: the result is ``timed_out``. ``cwd``, ``env`` and
-        ``user`` count only when the call opens the session, else InvalidArgument. ``max_output``: bytes kept of each stream, the rest is
-        counted and dropped (``truncated``). ``check=True`` raises CommandFailed unless the exit code is 0.
+        ``user`` count only when the call opens the session, else InvalidArgument. ``max_output``: bytes kept of each stream (at most 64
+        MiB), the rest is counted and dropped (``truncated``). ``check=True`` raises CommandFailed unless the exit code is 0.
 
-        Interrupted calls are taken up again, never run twice; to repeat a call that raised Unavailable may run the command again.
+        Raises InvalidArgument also for a command and environment above 1.5 MiB together, a NUL byte in them, and any other argument that
+        can't be. Interrupted calls are taken up again, never run twice; to repeat a call that raised Unavailable may run the command again.
         """
         return run(
             self._async.run_shell(
@@ -440,7 +463,8 @@ class Sandbox:
         )
 
     def close_session(self, session: str = "default") -> None:
-        """End a shell session and kill its background children. Closing one that isn't there changes nothing. Safe to repeat."""
+        """End a shell session and kill its background children. Closing one that isn't there changes nothing. Raises InvalidArgument for
+        what can't be a session's name. Safe to repeat."""
         run(self._async.close_session(session))
 
     def exec(
@@ -466,9 +490,13 @@ class Sandbox:
         background children live on when the command ends. ``check=True`` raises CommandFailed unless the exit code is 0. ``exec_id``
         names the call: one that is known already is attached to, not run again.
 
-        A program that isn't there is a result too (exit code 127, ``start_error``). Raises InvalidArgument (an argument vector or
-        environment above 1 MB, say). An interrupted call is taken up again, never run twice. Cancelling the call leaves the command
-        running; to repeat a call is safe only with an ``exec_id`` of your own.
+        A program that isn't there is a result too (exit code 127, ``start_error``). Raises InvalidArgument (an argument vector and
+        environment above 1.5 MiB together, a NUL byte in them, and any other argument that can't be), and what an iterable ``stdin``
+        raises: then the command is killed.
+
+        An interrupted call is taken up again, never run twice; only where the connection breaks that carries more than 1 MiB of ``stdin``,
+        or an iterable, the command is killed and Unavailable raised. Cancelling the call leaves the command running; to repeat a call is
+        safe only with an ``exec_id`` of your own.
         """
         return run(
             self._async.exec(
@@ -500,11 +528,12 @@ class Sandbox:
     ) -> Process:
         """Start a command and return as soon as it runs; its output is read from the :class:`Process`.
 
-        ``stdin``: True: what ``write_stdin`` sends, until ``close_stdin``; False: no input; bytes or text: that, then the end. ``pty``
-        gives the command a terminal of that size. ``timeout`` (seconds) kills its whole tree. Without ``exec_id`` one is made. A program
-        that isn't there: the process ends at once with exit code 127. The other arguments are those of :meth:`exec`.
+        ``stdin``: True: what ``write_stdin`` sends, until ``close_stdin``; False: no input; bytes or text: that (at most 16 MiB), then the
+        end. ``pty`` gives the command a terminal of that size. ``timeout`` (seconds) kills its whole tree. Without ``exec_id`` one is made.
+        A program that isn't there: the process ends at once with exit code 127. The other arguments are those of :meth:`exec`.
 
-        An interrupted call is taken up again, never run twice; to repeat a call is safe with an ``exec_id`` of your own.
+        Raises InvalidArgument for the same as :meth:`exec`, a longer ``stdin`` and a size that no terminal has. An interrupted call is
+        taken up again, never run twice; to repeat a call is safe with an ``exec_id`` of your own.
         """
         return Process._of(
             run(
@@ -536,7 +565,8 @@ class Sandbox:
         return iterate(self._async.events(follow=follow))
 
     def diff(self) -> Iterator[DiffEntry]:
-        """What was written and removed since creation: the paths of the writable layer. Safe to repeat."""
+        """What was written and removed since creation: the paths of the writable layer, also of a failed sandbox that is kept. A broken
+        connection raises Unavailable. Safe to repeat."""
         return iterate(self._async.diff())
 
     def pack_diff(
@@ -556,8 +586,10 @@ class Sandbox:
         is in it. What stays out is listed in ``removed``, and stays in the sandbox; where it had replaced a file of the image, the image's
         shows again. ``labels`` are set over those of the image. ``progress`` is called with what is being done.
 
-        Raises InvalidArgument (a name or a glob), PermissionDenied (a name of another project), ImageError (what was written can't be a
-        layer), NoCapacity (no disk space), Conflict (the sandbox doesn't run). An interrupted call is taken up again: it makes one image.
+        Raises InvalidArgument (a name, a label or a glob), PermissionDenied (a name of another project), ImageError (what was written can't
+        be a layer, or it is one too many), NoCapacity (no disk space), Conflict (the sandbox doesn't run), Unsupported (the node can't
+        freeze it), and Unavailable where it doesn't stand still within 2 seconds. An interrupted call is taken up again: it makes one
+        image; your own repetition makes another version.
         """
         return run(self._async.pack_diff(name, exclude=exclude, labels=labels, leftovers=leftovers, progress=progress))
 
@@ -585,8 +617,13 @@ class Sandbox:
         Unsupported for a container.
 
         All or nothing: if one fails, the others are stopped and its error is raised (as :meth:`DSecClient.run` raises them). ``timeout``:
-        seconds, then DeadlineExceeded. An interrupted call is taken up again with the same keys, so nothing is made twice; what wasn't
-        begun before starts with the files of that later moment (``info().forked_at``). Sandbox i has the key ``<idempotency_key>/<i>``.
+        seconds, then DeadlineExceeded. Raises on top InvalidArgument (``disk_limit_mb`` below what the files take, say), NoCapacity (it
+        isn't waited for), Unsupported (``memory``, or a node that can't freeze this sandbox), and Unavailable where it doesn't stand still
+        within 2 seconds.
+
+        An interrupted call is taken up again with the same keys, so nothing is made twice; what wasn't begun before starts with the files
+        of that later moment (``info().forked_at``). Of several, sandbox i has the key ``<idempotency_key>/<i>``. Your own repetition is
+        safe with an ``idempotency_key``; after an error it takes another one, for the keys of those that were stopped answer SandboxGone.
         """
         return [
             Sandbox._of(item)
@@ -611,8 +648,8 @@ class Sandbox:
     def connect(self, port: int) -> tuple[BlockingReader, BlockingWriter]:
         """A TCP connection to ``port`` inside (127.0.0.1, then ::1), as asyncio's streams. Closing the writer closes both directions.
 
-        Where nothing listens Conflict is raised, or the first read raises ConnectionResetError. So does one on a connection that broke, and
-        the message says why; an end of file is always the program's own. Nothing is repeated.
+        Raises InvalidArgument for what is no port. Where nothing listens Conflict is raised, or the first read raises ConnectionResetError.
+        So does one on a connection that broke, and the message says why; an end of file is always the program's own. Nothing is repeated.
         """
         return blocking_streams(run(self._async.connect(port)))
 
@@ -624,7 +661,7 @@ class Sandbox:
 
 class Process:
     """A command started by :meth:`Sandbox.start`, or found again by :meth:`Sandbox.process`. It runs on whether or not anybody follows
-    it."""
+    it. Every call may raise what any call of a :class:`Sandbox` may; the docstrings name what comes on top."""
 
     def __init__(self, twin_of: _async.Process) -> None:
         self._async = twin_of
@@ -663,9 +700,9 @@ class Process:
     def write_stdin(self, data: BlockingByteSource) -> None:
         """Write to the command's standard input and wait until it is taken over; blocks while the command doesn't read.
 
-        ``data``: bytes, str (sent as UTF-8) or an iterable of bytes. Concurrent calls are carried out one after the other.
-        Raises ProcessNotFound, Conflict (the input is closed, or never was open), Unavailable (the connection broke: how much arrived is
-        unknown). Not safe to repeat.
+        ``data``: bytes, str (sent as UTF-8) or an iterable of bytes. Concurrent calls are carried out one after the other. What comes
+        behind the end of the input, or of the command, is dropped. Raises ProcessNotFound, what an iterable raises, and Unavailable (the
+        connection broke: how much arrived is unknown). Not safe to repeat.
         """
         run(self._async.write_stdin(async_source(data)))
 
@@ -674,16 +711,16 @@ class Process:
         run(self._async.close_stdin())
 
     def resize(self, rows: int, cols: int) -> None:
-        """Set the size of the command's terminal, in character cells. Raises InvalidArgument without a PTY, ProcessNotFound. Safe to
-        repeat."""
+        """Set the size of the command's terminal, in character cells; without a PTY nothing happens. Raises InvalidArgument for a size that
+        no terminal has, ProcessNotFound. Safe to repeat."""
         run(self._async.resize(rows, cols))
 
     def signal(self, signal: str | int, *, tree: bool = False) -> None:
         """Send a signal (``"TERM"``, ``"SIGTERM"``, 15, ``signal.SIGTERM``) to the command's process group.
 
         ``tree=True`` reaches every process of the command, also those that left the group; only KILL takes it.
-        Raises InvalidArgument (no such signal), ProcessNotFound. An interrupted call is recognized, so that it signals once (unless the
-        service was restarted meanwhile); your own repetition signals again.
+        Raises InvalidArgument (no such signal, or ``tree`` with another than KILL), ProcessNotFound. An interrupted call is recognized, so
+        that it signals once (unless the service was restarted meanwhile); your own repetition signals again.
         """
         run(self._async.signal(signal, tree=tree))
 
@@ -708,8 +745,8 @@ class OutputStream:
     and everything was read. A connection that breaks is made again at the same offset, unseen by the caller. The command blocks once 1 MiB
     waits to be read; nothing is dropped. What was sent stays readable in a window of 8 MiB.
 
-    Iterating raises OffsetGone (the offset has left that window), ProcessNotFound, SandboxGone, SandboxFailed, and Unavailable when the
-    server can't be reached for a minute. Iterating again is safe.
+    Iterating raises OffsetGone (the offset has left that window), InvalidArgument (it is beyond what was written), ProcessNotFound,
+    SandboxGone, SandboxFailed, and Unavailable when the server can't be reached for a minute. Iterating again is safe.
     """
 
     def __init__(self, twin_of: _async.OutputStream) -> None:
@@ -905,6 +942,7 @@ class Images:
         credentials: tuple[str, str] | None = None,
         insecure: bool = False,
         progress: Progress | None = None,
+        told: Told | None = None,
     ) -> ImageInfo:
         """Import ``source`` as the next version of ``name``.
 
@@ -914,19 +952,20 @@ class Images:
         is given. ``kind``: what it will be used as. ``at``: where in the sandbox the content of a directory or plain tar appears.
         ``credentials``: user and password for the registry; None: what ``docker login`` or ``skopeo login`` left on this machine for it.
         ``insecure``: the registry is spoken to by plain HTTP. ``progress``: called with what is being done and the bytes that have been
-        received.
+        received. ``told``: called with the same as an ImportLine, which has the total too where that is known.
 
         Directories keep owners (as numbers), modes, times, hardlinks, devices and the xattrs ``user.*`` and ``security.capability``; holes
         are sent as zeros. Raises ImageError for an archive that is broken, hostile or of an unknown kind, InvalidArgument for a name or an
         argument that can't be, PermissionDenied for a name of another project, NoCapacity when the store's disk is full, OSError for a
         source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. For an image of a
         registry also ImageNotFound, PermissionDenied where the registry or the server's rules refuse (an admin's key may name any
-        registry), Unavailable where it can't be reached; a later import of it goes on with the layers that came. Calling it again after
-        success makes another version.
+        registry), Unavailable where it can't be reached; a later import of it goes on with the layers that came. Where the server shares a
+        store also Conflict, NoCapacity and Unavailable of that (the message says so): the image is then made on the server's node, and
+        sending it is tried again. Calling it again after success makes another version.
         """
         return run(
             self._async.import_(
-                source, name=name, kind=kind, at=at, format=format, credentials=credentials, insecure=insecure, progress=progress
+                source, name=name, kind=kind, at=at, format=format, credentials=credentials, insecure=insecure, progress=progress, told=told
             )
         )
 
@@ -939,54 +978,57 @@ class Images:
         kind: Kind = "base",
         build_args: Mapping[str, str] | None = None,
         progress: Progress | None = None,
+        told: Told | None = None,
     ) -> ImageInfo:
         """Build a Dockerfile on this machine and import the result as the next version of ``name``.
 
         buildah does it, or docker where only that is installed; both as they are configured here. ``directory``: the build's context.
         ``file``: the Dockerfile; None: ``Dockerfile`` or ``Containerfile`` in the directory. ``build_args``: values for its ARGs.
+        ``progress`` and ``told`` as for :meth:`import_`.
 
         Raises InvalidArgument when there is nothing to build, or nothing to build it with, ImageError with what the builder printed last
         when it fails, and what :meth:`import_` raises.
         """
-        return run(self._async.build(directory, name=name, file=file, kind=kind, build_args=build_args, progress=progress))
+        return run(self._async.build(directory, name=name, file=file, kind=kind, build_args=build_args, progress=progress, told=told))
 
     def list(self) -> builtins.list[ImageInfo]:
         """All images and versions, in the order of their names. Safe to repeat."""
         return run(self._async.list())
 
     def get(self, reference: str) -> ImageInfo:
-        """The image that is referred to. Raises ImageNotFound. Safe to repeat."""
+        """The image that is referred to. Raises ImageNotFound, ImageError for what is broken in the shared store. Safe to repeat."""
         return run(self._async.get(reference))
 
     def remove(self, reference: str) -> ImageInfo:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
         Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
-        the store, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat it, for a repetition of what
-        was done raises ImageNotFound.
+        the store, and while it is sent there, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat
+        it, for a repetition of what was done raises ImageNotFound.
         """
         return run(self._async.remove(reference))
 
-    def push(self, reference: str, *, progress: Progress | None = None) -> ImageInfo:
+    def push(self, reference: str, *, progress: Progress | None = None, told: Told | None = None) -> ImageInfo:
         """Send an image that the server's node has to the store that it shares with others. Imports do so by themselves; this is for images
-        from before, and for what broke off. ``progress`` as for :meth:`import_`.
+        from before, and for what broke off. ``progress`` and ``told`` as for :meth:`import_`.
 
         Raises ImageNotFound (also where its data isn't whole on that node), PermissionDenied, Conflict where the store has another image
-        under that version, InvalidArgument where the server shares no store, Unavailable. Safe to repeat: what is there isn't sent again.
+        under that version, InvalidArgument where the server shares no store, ImageError where the image must be imported again, NoCapacity,
+        Unavailable. Safe to repeat: what is there isn't sent again.
         """
-        return run(self._async.push(reference, progress=progress))
+        return run(self._async.push(reference, progress=progress, told=told))
 
-    def pull(self, reference: str, *, whole: bool = False, progress: Progress | None = None) -> ImageInfo:
+    def pull(self, reference: str, *, whole: bool = False, progress: Progress | None = None, told: Told | None = None) -> ImageInfo:
         """Fetch an image's metadata from the shared store, with ``whole`` its data too; sandboxes start without that and fetch what they
-        read. ``progress`` as for :meth:`import_`.
+        read. ``progress`` and ``told`` as for :meth:`import_`.
 
         Raises ImageNotFound, ImageError for what is broken in the store, NoCapacity, Unavailable. Safe to repeat: it goes on where it was.
         """
-        return run(self._async.pull(reference, whole=whole, progress=progress))
+        return run(self._async.pull(reference, whole=whole, progress=progress, told=told))
 
     def stats(self, reference: str) -> ImageReads:
-        """What sandboxes have read of an image on the server's node: how much of it, and where it came from. Raises ImageNotFound,
-        Unavailable. Safe to repeat."""
+        """What sandboxes have read of an image on the server's node: how much of it, and where it came from. What is read of data that
+        is whole on the node isn't measured. Raises ImageNotFound, Unavailable. Safe to repeat."""
         return run(self._async.stats(reference))
 
     def diff(self, before: str, after: str) -> builtins.list[ImageChange]:
@@ -999,8 +1041,9 @@ class Images:
         self, *, deep: bool = False, repair: bool = False, found: Callable[[ImageFinding], None] | None = None
     ) -> builtins.list[ImageFinding]:
         """Check the images of the server's node and the store that it shares: what is missing, wrong, half-made or in nobody's use.
-        ``deep`` reads everything and compares digests; ``repair`` mends what can be, and each finding says whether it was; ``found`` is
-        told each finding at once. Raises PermissionDenied unless the key is an admin's, Unavailable. Safe to repeat."""
+        ``deep`` reads everything and compares digests; ``repair`` mends what can be, and each finding says whether it was. A broken file
+        that no store has and no sandbox uses it removes, so that the next import of the same content makes it again. ``found`` is told each
+        finding at once. Raises PermissionDenied unless the key is an admin's, NoCapacity, Unavailable. Safe to repeat."""
         return run(self._async.fsck(deep=deep, repair=repair, found=found))
 
     def lock(
@@ -1013,13 +1056,13 @@ class Images:
         network_rules: Mapping[str, bool] | None = None,
     ) -> Lock:
         """The exact layers that these references mean now, to be written to a file (:meth:`Lock.write`) and started from
-        (``Sandbox.create(lock=…)``). Raises ImageNotFound, InvalidArgument for an image of the wrong kind. Safe to repeat."""
+        (``Sandbox.create(lock=…)``). Raises what :meth:`get` raises, InvalidArgument for an image of the wrong kind. Safe to repeat."""
         return run(self._async.lock(image, workspace=workspace, toolkits=toolkits, network=network, network_rules=network_rules))
 
     def gc(self) -> int:
         """Delete layers that no image and no sandbox needs any more, on the server's node and in the store that it shares (there, what is
-        an hour old and needed by no node); returns the bytes. Raises PermissionDenied unless the key is an
-        admin's. Safe to repeat."""
+        an hour old and needed by no node); returns the bytes. Raises PermissionDenied unless the key is an admin's, Conflict while another
+        node collects in the shared store, ImageError for what is unreadable there. Safe to repeat."""
         return run(self._async.gc())
 
 

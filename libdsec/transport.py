@@ -32,6 +32,7 @@ from libdsec.errors import (
     NotFound,
     PermissionDenied,
     QuotaExceeded,
+    SandboxFailed,
     SandboxGone,
     Unavailable,
     from_body,
@@ -448,7 +449,7 @@ _MSGPACK_BODY = {"Content-Type": MSGPACK}
 _BY_STATUS: dict[int, type[DSecError]] = {
     **{
         kind.status: kind
-        for kind in (InvalidArgument, AuthenticationError, PermissionDenied, NotFound, Conflict, QuotaExceeded, SandboxGone)
+        for kind in (InvalidArgument, AuthenticationError, PermissionDenied, NotFound, Conflict, QuotaExceeded, SandboxGone, SandboxFailed)
     },
     **dict.fromkeys((502, 503, 504), Unavailable),
 }

@@ -27,18 +27,26 @@ MIN_FREE_DISK = 10 << 30
 """Bytes below which images and writable layers soon fill the disk."""
 MIN_PYTHON = (3, 11)
 
+NEWER_KERNEL = frozenset({"kernel", "idmapped tmpfs", "overlay layers by descriptor", "btrfs simple quotas"})
+"""Features, as native/spawner/src/doctor names them, that come with a kernel's version alone. What to do about any other only the node can
+find out: `dsec doctor` there."""
+
 _ORDER = {"missing": 0, "degraded": 1, "ok": 2}
 
 _State = Literal["ok", "degraded", "missing"]
 
 
 def kernel_findings(features: Mapping[str, str]) -> list[Finding]:
-    """The features of a node as its edge tells them: a lacking one has a slower or weaker way, else the edge would not run."""
-    lacking = f"a newer kernel than {platform.release()}"
+    """The features of a node as its edge tells them: a lacking one has a slower or weaker way, else the edge would not run. The edge
+    doesn't tell what to do about it, so ``todo`` is empty but for what a newer kernel brings."""
     return [
-        Finding(feature=name, state="ok") if said == YES else Finding(feature=name, state="degraded", cost=said, todo=lacking)
+        Finding(feature=name, state="ok") if said == YES else Finding(feature=name, state="degraded", cost=said, todo=_advice(name))
         for name, said in features.items()
     ]
+
+
+def _advice(feature: str) -> str:
+    return f"a newer kernel than {platform.release()}" if feature in NEWER_KERNEL else ""
 
 
 def user_space_findings(state_dir: Path) -> list[Finding]:

@@ -74,4 +74,6 @@ def _show(report: DoctorReport, *, as_json: bool) -> int:
     else:
         rows = [(finding.feature, finding.state, finding.detail, finding.cost, finding.todo) for finding in report.findings]
         print_table(("feature", "state", "found", "what its lack costs", "what to do"), rows, empty="nothing to report")
+        if any(finding.state != "ok" and not finding.todo for finding in report.findings):
+            typer.echo("`sudo dsec doctor` on the node tells what to do where nothing is said here.", err=True)
     return 1 if any(finding.state == "missing" for finding in report.findings) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,11 +17,13 @@ from dsec.cli.run import CliError, fail, with_client
 
 if TYPE_CHECKING:
     from libdsec import DSecClient
-    from libdsec.schema import DSecContainerRunArgs, SandboxInfo
+    from libdsec.schema import DSecContainerRunArgs, SandboxInfo, State
 
 CREATE_LABEL = "dsec-cli-create"
 """Names one run of a command that makes sandboxes, so that it finds all of them again when it is interrupted."""
 STOPS_AT_ONCE = 64
+ENDED: tuple[State, ...] = ("stopped", "failed", "lost")
+"""States whose sandboxes the server lists only if asked for them, but for failed ones that are kept for inspection."""
 
 Image = Annotated[str, typer.Argument(help="Base image: a name or a digest.")]
 MaybeImage = Annotated[str | None, typer.Argument(help="Base image: a name or a digest.")]
@@ -132,16 +134,21 @@ async def _create_all(client: DSecClient, args: DSecContainerRunArgs, count: int
 def ls(
     state: Annotated[str | None, typer.Option(help="Only those in this state.")] = None,
     label: Label = None,
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended.")] = False,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that ended in the last 24 hours.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the sandboxes of this key's project, oldest first.
+    """List the sandboxes of this key's project, oldest first. A failed one that is kept for inspection is there until it is stopped.
 
     Example: dsec ls --label run=1
     """
 
     async def run(client: DSecClient) -> None:
-        found = [info async for info in matching(client, label, state) if everything or state or info.ended_at is None]
+        if state is not None:
+            found = [info async for info in matching(client, label, state)]
+        elif everything:
+            found = await with_ended(client, pairs(label, "--label"))
+        else:
+            found = await still_there(client, pairs(label, "--label"))
         if as_json:
             print_json(found)
             return
@@ -170,7 +177,7 @@ def stop(
     label: Label = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop sandboxes at once, from whatever state. What they wrote is gone.
+    """Stop sandboxes at once, from whatever state, also failed ones that are kept. What they wrote is gone.
 
     Example: dsec stop --label run=1
     """
@@ -178,7 +185,7 @@ def stop(
         fail("name sandboxes, or give --label, or --all: one of the three", code=2)
 
     async def run(client: DSecClient) -> int:
-        ids = list(sandboxes or []) or [info.id async for info in matching(client, label, None) if info.ended_at is None]
+        ids = list(sandboxes or []) or [info.id for info in await still_there(client, pairs(label, "--label"))]
         stopped, errors = await stop_many(client, ids)
         if as_json:
             print_json(stopped)
@@ -316,18 +323,32 @@ def run_args(image: str, fields: dict[str, object]) -> DSecContainerRunArgs:
         raise CliError(str(error)) from error
 
 
-async def matching(client: DSecClient, label: Sequence[str] | None, state: str | None) -> AsyncIterator[SandboxInfo]:
-    """The project's sandboxes with all of the labels, in the state (None: any). Raises CliError for a state that doesn't exist."""
+async def matching(client: DSecClient, label: Sequence[str] | None, state: str) -> AsyncIterator[SandboxInfo]:
+    """The project's sandboxes with all of the labels, in the state. Raises CliError for a state that doesn't exist."""
     import msgspec
 
     from libdsec.schema import State
 
     try:
-        wanted: State | None = msgspec.convert(state, State | None)
+        wanted: State = msgspec.convert(state, State)
     except msgspec.ValidationError as error:
         raise CliError(f"--state {state}: {error}") from error
     async for info in client.list(state=wanted, labels=pairs(label, "--label")):
         yield info
+
+
+async def still_there(client: DSecClient, labels: Mapping[str, str]) -> list[SandboxInfo]:
+    """The project's sandboxes with all of the labels that something is left of: a failed one that is kept has its disk."""
+    return [info async for info in client.list(labels=labels) if info.state not in ("stopped", "lost")]
+
+
+async def with_ended(client: DSecClient, labels: Mapping[str, str]) -> list[SandboxInfo]:
+    """The project's sandboxes with all of the labels, also those of which only the record is left."""
+    found = {info.id: info async for info in client.list(labels=labels)}
+    for state in ENDED:
+        # One that ended meanwhile is in both answers; the later one tells how it ended.
+        found.update({info.id: info async for info in client.list(state=state, labels=labels)})
+    return sorted(found.values(), key=lambda info: (info.created_at, info.id))
 
 
 def shown_labels(info: SandboxInfo) -> list[tuple[str, str]]:
@@ -378,7 +399,7 @@ async def stopped_on_failure(client: DSecClient, run_label: str) -> AsyncIterato
 
 async def stop_labelled(client: DSecClient, run_label: str) -> None:
     """Stop every sandbox that this run of a command made."""
-    left = [info.id async for info in client.list(labels={CREATE_LABEL: run_label}) if info.ended_at is None]
+    left = [info.id for info in await still_there(client, {CREATE_LABEL: run_label})]
     _, errors = await stop_many(client, left)
     for sandbox_id, message in errors.items():
         typer.echo(f"dsec: {sandbox_id} could not be stopped: {message}; `dsec stop {sandbox_id}` tries again", err=True)

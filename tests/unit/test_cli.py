@@ -50,6 +50,7 @@ from libdsec.schema import (
     SandboxEvent,
     SandboxInfo,
     SandboxPage,
+    State,
 )
 
 GONE = "sb-e1-gone0000"
@@ -60,6 +61,8 @@ class FakeEdge:
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, SandboxInfo] = {}
+        self.removed: set[str] = set()
+        """Ids of those of which only the record is left."""
         self.typed = b""
         self.killed = False
         self.silent = False
@@ -89,7 +92,7 @@ class FakeEdge:
     def node_info(self) -> NodeInfo:
         return NodeInfo(
             edge="e1", kernel="6.18", cores=2, memory=1 << 34, memory_available=1 << 33, scratch=1 << 34, scratch_used=0,
-            sandboxes={"running": len(self.sandboxes)}, features={"clone3": "yes"},
+            sandboxes={"running": len(self.sandboxes)}, features={"EROFS": "yes", "swap": "sandboxes never swap"},
         )  # fmt: skip
 
     async def create(self, request: Request) -> Response:
@@ -99,15 +102,25 @@ class FakeEdge:
         return lines([CreateItem(index=index, sandbox=info) for index, info in enumerate(made)])
 
     def make(self, image: str, labels: dict[str, str]) -> SandboxInfo:
+        number = len(self.sandboxes)
         info = SandboxInfo(
-            id=f"sb-e1-{len(self.sandboxes):08x}", backend="container", state="running", image=image, labels=labels, created_at=1.0
+            id=f"sb-e1-{number:08x}", backend="container", state="running", image=image, labels=labels, created_at=1.0 + number
         )
         self.sandboxes[info.id] = info
         return info
 
+    def end(self, info: SandboxInfo, state: State, *, kept: bool = False) -> None:
+        """``kept``: it has failed, and its disk is left for inspection."""
+        self.sandboxes[info.id] = msgspec.structs.replace(info, state=state, ended_at=2.0)
+        if not kept:
+            self.removed.add(info.id)
+
     async def list(self, request: Request) -> Response:
+        """As an edge: those in one of the states asked for, or without any those that something is left of."""
+        states = request.query_params.getlist("state")
         labels = dict(pair.split("=", 1) for pair in request.query_params.getlist("label"))
-        return answer(SandboxPage(sandboxes=[info for info in self.sandboxes.values() if labels.items() <= info.labels.items()]))
+        asked = [info for info in self.sandboxes.values() if (info.state in states if states else info.id not in self.removed)]
+        return answer(SandboxPage(sandboxes=[info for info in asked if labels.items() <= info.labels.items()]))
 
     async def show(self, request: Request) -> Response:
         info = self.sandboxes.get(request.path_params["id"])
@@ -118,9 +131,8 @@ class FakeEdge:
     async def stop(self, request: Request) -> Response:
         if request.path_params["id"] not in self.sandboxes:
             return await self.show(request)
-        stopped = msgspec.structs.replace(self.sandboxes[request.path_params["id"]], state="stopped", ended_at=2.0)
-        self.sandboxes[stopped.id] = stopped
-        return answer(stopped)
+        self.end(self.sandboxes[request.path_params["id"]], "stopped")
+        return await self.show(request)
 
     async def exec(self, request: Request) -> Response:
         wanted = await bodies.read(request, ExecRequest)
@@ -230,6 +242,7 @@ def service(_service: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
     monkeypatch.setenv("DSEC_URL", _service.url)
     monkeypatch.setenv("DSEC_API_KEY", _service.key)
     _service.edge.sandboxes.clear()
+    _service.edge.removed.clear()
     return _service
 
 
@@ -338,6 +351,60 @@ def test_ls_shows_no_label_of_the_commands_own(service: Service) -> None:
     assert "dsec-cli" not in Ran("ls").stdout
 
 
+@pytest.fixture
+def mixed(service: Service) -> dict[str, str]:
+    """Sandboxes in every kind of state, with one label: name to id."""
+    made = {name: service.edge.make("debian", {"run": "1"}) for name in ("stopped", "running", "failed", "kept", "lost")}
+    service.edge.end(made["stopped"], "stopped")
+    service.edge.end(made["failed"], "failed")
+    service.edge.end(made["kept"], "failed", kept=True)
+    service.edge.end(made["lost"], "lost")
+    return {name: info.id for name, info in made.items()}
+
+
+def listed(*words: str) -> list[str]:
+    return [info["id"] for info in json.loads(Ran("ls", "--json", *words).stdout)]
+
+
+def test_ls_shows_what_is_left_of_sandboxes_and_with_all_also_what_has_ended(mixed: dict[str, str]) -> None:
+    assert listed() == listed("--label", "run=1") == [mixed["running"], mixed["kept"]]
+    assert listed("--all") == listed("--all", "--label", "run=1") == list(mixed.values()), "each once, oldest first"
+    assert listed("--all", "--label", "run=2") == []
+    assert listed("--state", "failed") == [mixed["failed"], mixed["kept"]]
+
+
+def test_ls_leaves_out_what_is_just_being_removed(service: Service) -> None:
+    for state in ("stopped", "lost"):
+        service.edge.end(service.edge.make("debian", {}), state, kept=True)
+    assert listed() == []
+    assert len(listed("--all")) == 2
+
+
+@pytest.mark.parametrize("words", [("--all",), ("--label", "run=1")], ids=" ".join)
+def test_stop_ends_failed_sandboxes_that_are_kept(service: Service, mixed: dict[str, str], words: tuple[str, ...]) -> None:
+    ran = Ran("stop", *words)
+    assert sorted(ran.stdout.split()[::2]) == [mixed["running"], mixed["kept"]]
+    assert service.edge.sandboxes[mixed["kept"]].state == "stopped"
+    assert service.edge.sandboxes[mixed["failed"]].state == "failed", "its record stays as it is"
+
+
+def test_create_with_rm_also_stops_what_failed_and_is_kept(service: Service) -> None:
+    words = [sys.executable, "-m", "dsec.cli", "create", "debian", "--count", "2", "--keep-on-failure", "--rm"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        try:
+            # It says so when it has begun to wait.
+            while b"Ctrl-C stops them" not in process.stderr.readline():
+                assert process.poll() is None
+            failed = next(iter(service.edge.sandboxes.values()))
+            service.edge.end(failed, "failed", kept=True)
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+        finally:
+            process.kill()
+    assert [info.state for info in service.edge.sandboxes.values()] == ["stopped", "stopped"]
+
+
 def test_stop_by_label_leaves_the_others(service: Service) -> None:
     kept, ended = service.edge.make("debian", {"run": "1"}), service.edge.make("debian", {"run": "2"})
     assert Ran("stop", "--label", "run=2").code == 0
@@ -350,6 +417,13 @@ def test_stopping_twice_is_no_error(service: Service) -> None:
     assert [Ran("stop", sandbox.id).stdout for _ in range(2)] == [f"{sandbox.id} stopped\n"] * 2
     gone = Ran("stop", GONE)
     assert (gone.code, gone.stderr) == (1, f"dsec: {GONE}: there is no such sandbox\n")
+
+
+def test_doctor_of_the_server_says_where_to_ask_what_to_do(service: Service) -> None:
+    findings = json.loads(Ran("doctor", "--server", "--json").stdout)["findings"]
+    [swap] = [finding for finding in findings if finding["feature"] == "swap"]
+    assert (swap["cost"], swap["todo"]) == ("sandboxes never swap", "")
+    assert "dsec doctor` on the node" in Ran("doctor", "--server").stderr
 
 
 # -- commands

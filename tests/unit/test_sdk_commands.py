@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from sdk_server import FakeServer
@@ -70,6 +71,14 @@ async def test_what_cannot_be_an_argument_vector_is_refused_here(server: FakeSer
     with pytest.raises(InvalidArgument):
         await sandbox.exec(command)
     assert not server.execs
+
+
+@pytest.mark.parametrize("named", [{"env": {"A": "\udcff"}}, {"env": {"\udcff": "1"}}, {"cwd": "/\udcff"}], ids=["value", "name", "cwd"])
+async def test_text_that_is_not_utf8_is_refused_here(server: FakeServer, sandbox: Sandbox, named: dict[str, Any]) -> None:
+    for call in (sandbox.exec, sandbox.start, sandbox.run_shell):
+        with pytest.raises(InvalidArgument, match="UTF-8"):
+            await call("true", **named)
+    assert not server.execs and not server.shells
 
 
 async def test_an_environment_that_is_too_large_is_refused_by_name(sandbox: Sandbox) -> None:
