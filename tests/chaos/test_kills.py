@@ -254,7 +254,7 @@ class Relay:
         up_writer.write_eof()
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.01])
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
 async def test_a_chronus_killed_while_its_sandbox_is_made_fails_it_and_no_other(
     shaken: Instance, shaken_client: DSecClient, delay_s: float
 ) -> None:
@@ -285,7 +285,7 @@ async def test_a_chronus_killed_while_its_sandbox_is_made_fails_it_and_no_other(
     assert killed and len(told) + len(killed) >= 24, [item.error for item in items]
     for sandbox in told:
         if sandbox.id in killed:
-            assert "signal 9" in await reason_of_failure(sandbox)
+            assert "its agent" in await reason_of_failure(sandbox)
         else:
             assert (await sandbox.exec(["echo", "spared"])).stdout == "spared\n"
         await sandbox.stop()
