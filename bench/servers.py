@@ -88,7 +88,7 @@ class S3:
             *(Path(sys.executable).with_name("weed"), "server", f"-dir={self.directory / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-{server}.port={number}" for server, number in _SEAWEED_PORTS.items()),
             *("-master.volumeSizeLimitMB=1024", "-volume.max=50", "-filer.maxMB=1", "-master.telemetry=false"),
-            *("-s3", f"-s3.port={port}", f"-s3.config={config}"),
+            *("-s3", f"-s3.port={port}", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"),
         )
 
     @asynccontextmanager

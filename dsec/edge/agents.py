@@ -140,6 +140,10 @@ class Agents:
             sandbox.dead.set_result(status)
         elif sandbox.state == "running" and sandbox.settling is None:
             self._endings.fail(sandbox, _how_it_ended(status))
+        elif sandbox.state == "creating":
+            # Told before the spawner's answer to the creation, which may still succeed: then its channel breaks.
+            sandbox.dead = asyncio.get_running_loop().create_future()
+            sandbox.dead.set_result(status)
 
     def on_blobs_aborted(self) -> None:
         """The spawner says that lazily mounted layers can't be read any more: what runs on them fails."""
@@ -162,7 +166,8 @@ class Agents:
     def reconnect(self, sandbox: Sandbox, why: str) -> None:
         """A sandbox that runs has no channel: has one made again, or the sandbox failed, beside the caller."""
         if sandbox.state == "running" and not self._inventory.closing and sandbox.settling is None:
-            sandbox.dead = asyncio.get_running_loop().create_future()
+            if sandbox.dead is None:
+                sandbox.dead = asyncio.get_running_loop().create_future()
             sandbox.settling = self._inventory.tasks.start(self._settle(sandbox, why), f"settle {sandbox.id}")
 
     async def _settle(self, sandbox: Sandbox, lost: str) -> None:

@@ -11,8 +11,8 @@ from dsec.images.names import exact, parse_reference
 from libdsec.errors import ImageError, ImageNotFound, InvalidArgument
 from libdsec.schema import ImageConfig, LayerInfo
 
-LOWER_LAYERS_MAX = 500
-"""The most that overlayfs stacks."""
+LOWER_LAYERS_MAX = 128
+"""The most that the spawner stacks; overlayfs takes 500."""
 EXTRA_IDS_MAX = 100
 """Owner ids above 65,535 that a sandbox's id map has room for."""
 
@@ -42,7 +42,7 @@ def compose(catalog: Catalog, image: str, workspace: str | None, toolkits: Seque
     stack = [entry.info for entry in entries]
     layers = tuple(layer for info in reversed(stack) for layer in reversed(info.layers))
     if len(layers) > LOWER_LAYERS_MAX:
-        raise ImageError(f"{len(layers)} layers together, overlayfs takes {LOWER_LAYERS_MAX}")
+        raise ImageError(f"{len(layers)} layers together, a sandbox takes {LOWER_LAYERS_MAX}")
     extra_ids = {extra for layer in layers for extra in layer.extra_ids}
     if len(extra_ids) > EXTRA_IDS_MAX:
         raise ImageError(f"files of {len(extra_ids)} owners above 65,535 together, {EXTRA_IDS_MAX} are possible")

@@ -99,7 +99,7 @@ class Packing:
             layer = await self._commit(packed, pin)
             layers, merged = await self._shorten([*base, layer], pin, tell)
             if len(layers) > LOWER_LAYERS_MAX:
-                raise ImageError(f"{len(layers)} layers together, overlayfs takes {LOWER_LAYERS_MAX}")
+                raise ImageError(f"{len(layers)} layers together, a sandbox takes {LOWER_LAYERS_MAX}")
             tell("storing")
             image = await self._catalog.add(draft(name, "base", layers, config), caller, idempotency_key)
         self._changed()

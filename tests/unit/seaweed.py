@@ -58,6 +58,8 @@ def seaweed(home: Path) -> Iterator[Seaweed]:
         *(str(Path(sys.executable).parent / "weed"), "server", f"-dir={home / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
         *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", "-master.volumeSizeLimitMB=64", "-volume.max=50"),
         *("-s3", f"-s3.port={s3}", f"-s3.config={home / 's3.json'}", "-master.telemetry=false"),
+        # These have fixed ports, which only one server can have.
+        *("-s3.port.iceberg=0", "-s3.port.lance=0"),
     ]
     with (home / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=home, start_new_session=True)

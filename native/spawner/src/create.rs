@@ -278,16 +278,16 @@ fn raise(
     ];
     mounts.extend(tree.covers.iter().map(AsRawFd::as_raw_fd));
     // Its table of descriptors was this process's until now, so the reserved numbers could not be taken back before.
-    let Report::Unshared = next_report(&newborn.socket)? else {
+    let Report::Unshared = next_report(newborn)? else {
         return Err(died("it was on its own"));
     };
     creator.clear(node.null.as_raw_fd())?;
     sysapi::send_fds(newborn.socket.as_raw_fd(), &mounts)?;
     drop(tree);
-    let Report::Filtered(denials) = next_report(&newborn.socket)? else {
+    let Report::Filtered(denials) = next_report(newborn)? else {
         return Err(died("its filter was loaded"));
     };
-    let Report::Exec = next_report(&newborn.socket)? else {
+    let Report::Exec = next_report(newborn)? else {
         return Err(died("chronus ran"));
     };
     clock.mark("child");
@@ -303,12 +303,21 @@ enum Report {
     Exec,
 }
 
-fn next_report(socket: &OwnedFd) -> io::Result<Report> {
-    if !sysapi::wait_readable(socket.as_raw_fd(), CHILD_DEADLINE_MS)? {
-        return Err(io::Error::new(
-            io::ErrorKind::TimedOut,
-            "the sandbox's first process did not get to run chronus in time",
-        ));
+fn next_report(newborn: &Newborn<'_>) -> io::Result<Report> {
+    let socket = &newborn.socket;
+    // Its end of the socket is not enough: until it has its own table of descriptors, this process holds that open.
+    match sysapi::wait_any(
+        [socket.as_raw_fd(), newborn.pidfd.as_raw_fd()],
+        CHILD_DEADLINE_MS,
+    )? {
+        [true, _] => {}
+        [false, true] => return Err(died("it said how far it had come")),
+        [false, false] => {
+            return Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                "the sandbox's first process did not get to run chronus in time",
+            ))
+        }
     }
     match sysapi::receive(socket.as_raw_fd())? {
         None => Ok(Report::Exec),

@@ -323,17 +323,22 @@ pub fn pidfd_kill(pidfd: RawFd) -> io::Result<()> {
 
 /// Whether `fd` becomes readable (or hangs up) within `timeout_ms`.
 pub fn wait_readable(fd: RawFd, timeout_ms: c_int) -> io::Result<bool> {
-    let mut entry = libc::pollfd {
+    wait_any([fd], timeout_ms).map(|[ready]| ready)
+}
+
+/// Which of the descriptors are readable (or have hung up) once one is; none: that took longer than `timeout_ms`.
+pub fn wait_any<const N: usize>(fds: [RawFd; N], timeout_ms: c_int) -> io::Result<[bool; N]> {
+    let mut entries = fds.map(|fd| libc::pollfd {
         fd,
         events: libc::POLLIN,
         revents: 0,
-    };
+    });
     loop {
-        // SAFETY: entry is one valid pollfd.
+        // SAFETY: the entries are valid pollfds, as many as are named.
         match check(c_long::from(unsafe {
-            libc::poll(&mut entry, 1, timeout_ms)
+            libc::poll(entries.as_mut_ptr(), N as libc::nfds_t, timeout_ms)
         })) {
-            Ok(ready) => return Ok(ready > 0),
+            Ok(_) => return Ok(entries.map(|entry| entry.revents != 0)),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
