@@ -21,7 +21,7 @@ import pytest
 
 from dsec.edge import EdgeConfig
 from dsec.edge.endings import ORPHANED
-from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxFailed, SandboxGone
+from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxFailed, SandboxGone, Unavailable
 from tests.conftest import Instance, load_base, own_instance, require_root, start_instance, stop_instance
 
 IMAGE = "debian:chaos"
@@ -283,6 +283,9 @@ async def test_a_chronus_killed_while_its_sandbox_is_made_fails_it_and_no_other(
         killed = await killing
     told = [item.sandbox for item in items if item.sandbox]
     assert killed and len(told) + len(killed) >= 24, [item.error for item in items]
+    # Before the spawner has answered, or behind that.
+    strange = [item.error for item in items if item.error and not isinstance(item.error, (Unavailable, SandboxFailed))]
+    assert not strange
     for sandbox in told:
         if sandbox.id in killed:
             assert "signal 9" in await reason_of_failure(sandbox)

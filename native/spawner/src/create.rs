@@ -25,6 +25,8 @@ pub const MAX_EXTRA_IDS: usize = 100;
 
 /// How long a child may take from its birth to the exec of chronus.
 const CHILD_DEADLINE_MS: libc::c_int = 10_000;
+/// How long a child that has let go of its descriptors may take to be dead.
+const DEATH_DEADLINE_MS: libc::c_int = 1_000;
 
 /// What is asked for, checked by the server.
 #[derive(Clone, Debug)]
@@ -212,7 +214,18 @@ fn assemble(node: &Node, creator: &Creator, spec: &Spec, slot: u32) -> io::Resul
         base,
         born_in_v2,
     };
-    let denials = raise(node, creator, spec, &newborn, &mut clock).inspect_err(|_| reap(&pidfd))?;
+    let denials = raise(node, creator, spec, &newborn, &mut clock).map_err(|error| {
+        let killed = was_killed(&newborn);
+        reap(&pidfd);
+        if !killed {
+            return error;
+        }
+        // Whatever step it showed in first: the sandbox isn't to blame, and another one may live.
+        io::Error::new(
+            io::ErrorKind::NotConnected,
+            format!("the sandbox's first process was killed while it was made: {error}"),
+        )
+    })?;
     Ok(Created {
         pid,
         pidfd,
@@ -336,6 +349,25 @@ fn next_report(newborn: &Newborn<'_>) -> io::Result<Report> {
 
 fn died(when: &str) -> io::Error {
     io::Error::other(format!("the sandbox's first process died before {when}"))
+}
+
+/// Whether a child has been ended by a signal. One whose socket is closed ends in any case, which is waited for.
+fn was_killed(newborn: &Newborn<'_>) -> bool {
+    let pidfd = newborn.pidfd;
+    if sysapi::has_failed(newborn.socket.as_raw_fd()) {
+        let _ = sysapi::wait_readable(pidfd.as_raw_fd(), DEATH_DEADLINE_MS);
+    }
+    // SAFETY: siginfo_t is plain data; P_PIDFD takes an open pidfd.
+    unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        let found = libc::waitid(
+            libc::P_PIDFD,
+            pidfd.as_raw_fd() as libc::id_t,
+            &mut info,
+            libc::WEXITED | libc::WNOHANG | libc::WNOWAIT,
+        );
+        found == 0 && matches!(info.si_code, libc::CLD_KILLED | libc::CLD_DUMPED)
+    }
 }
 
 /// Ends a child that may still use this process's memory.
