@@ -47,7 +47,7 @@ class Commands:
         """Whether its caller is told that it was killed for memory."""
         exit = Exit(exec_id=exec_id, exit_code=137, signal=9, timed_out=timed_out) if killed else Exit(exec_id=exec_id)
         self.agent.end(exec_id, exit)
-        return (await self._calls[exec_id]).json()["oom_killed"]  # type: ignore[attr-defined, no-any-return]
+        return (await self._calls[exec_id]).json()["oom_killed"]
 
     async def events(self) -> list[tuple[str, str | None]]:
         """Message and exec_id of those about memory."""
@@ -61,7 +61,7 @@ class Commands:
 
 
 async def create(edge: Edge, **changes: object) -> str:
-    args = DSecContainerRunArgs(container_image="base", **changes)  # type: ignore[arg-type]
+    args = DSecContainerRunArgs(container_image="base", **changes)
     return (await edge.sandboxes.create("p", args, None)).id
 
 
@@ -166,11 +166,11 @@ class TestAttribution:
         node.kill_agent(commands.sandbox)
         await eventually(lambda: not edge.sandboxes.counts())
         record = await edge.sandboxes.find("p", commands.sandbox)
-        assert "killed 1 of its processes for memory" in str(record.info("e1", 0).reason)  # type: ignore[union-attr]
+        assert "killed 1 of its processes for memory" in str(record.info("e1", 0).reason)
 
     async def test_of_very_many_kills_the_newest_can_be_claimed(self, node: Node) -> None:
         sandbox = Sandbox(Record(id="sb", project="p", state="running", created_at=0.0), 0.0)
-        sandbox.kill_counter = node.kill_counter("sb")  # type: ignore[assignment]
+        sandbox.kill_counter = node.kill_counter("sb")
         node.oom["sb"] = 3 * COMMANDS_MAX
         assert (sandbox.see_oom_kills(), sandbox.see_oom_kills()) == (3 * COMMANDS_MAX, 0)
         assert len(sandbox.oom_unclaimed) == COMMANDS_MAX
@@ -226,7 +226,7 @@ class TestCounterOfASandbox:
             sandbox.close_channel()
             return entries
 
-        channel.list = list_as_it_ends  # type: ignore[method-assign, assignment]
+        channel.list = list_as_it_ends
         await agents.follow_running(sandbox)
         assert node.kill_counters == []
 
@@ -367,7 +367,7 @@ async def test_descriptors_are_closed_whatever_way_sandboxes_end(node: Node, tmp
     def opened() -> int:
         return sum(os.readlink(f"/proc/self/fd/{name}") == str(cgroup) for name in descriptors())
 
-    node.kill_counter = lambda sandbox: KillCounter(str(cgroup))  # type: ignore[method-assign, assignment, return-value]
+    node.kill_counter = lambda sandbox: KillCounter(str(cgroup))
     async with open_edge(node, tmp_path) as edge:
         names = [await create(edge, keep_on_failure=kept) for kept in (False, False, True, False)]
         for name in names:
