@@ -11,22 +11,15 @@ from dsec.images.blobs import hex_of
 from dsec.store import Store, metadata
 from libdsec.schema import LayerInfo
 
-_reads = Table(
-    "blob_reads",
-    metadata,
-    Column("blob", String(64), primary_key=True),
-    Column("needed", BigInteger, nullable=False),
-    Column("fetched", BigInteger, nullable=False),
-    Column("from_cache", BigInteger, nullable=False),
-)
-_seen = Table(
-    "blob_reads_seen",
-    metadata,
-    Column("blob", String(64), primary_key=True),
-    Column("needed", BigInteger, nullable=False),
-    Column("fetched", BigInteger, nullable=False),
-    Column("from_cache", BigInteger, nullable=False),
-)
+
+def _figures(name: str) -> Table:
+    """A row a blob; bytes."""
+    columns = (Column(column, BigInteger, nullable=False) for column in ("needed", "fetched", "from_cache"))
+    return Table(name, metadata, Column("blob", String(64), primary_key=True), *columns)
+
+
+_reads = _figures("blob_reads")
+_seen = _figures("blob_reads_seen")
 """What blobfs said last, written together with the sums that it is part of: blobfs goes on counting when we begin anew. A table of its own,
 as a table that an earlier version made gets no new columns."""
 _starts = Table(

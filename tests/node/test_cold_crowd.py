@@ -17,6 +17,7 @@ from dsec.images.chunks import CHUNK_BYTES
 from libdsec import DSecClient, DSecContainerRunArgs
 from libdsec.sandbox import stop_all
 from tests.conftest import Instance, node_at, require_root
+from tests.node.base_and_work import fill
 from tests.node.blobfs_node import Connection
 
 COUNT = 500
@@ -33,17 +34,10 @@ def cold_node(base_tar: Path) -> Iterator[Instance]:
         home, store, work = Path(name), Path(name) / "store", Path(name) / "work"
         store.mkdir()
         os.chmod(store, 0o777)
-        work.mkdir()
-        for file, content in {"a": random.Random(2).randbytes(2 << 20), "cold": COLD, "z": random.Random(3).randbytes(2 << 20)}.items():
-            (work / file).write_bytes(content)
-
-        async def fill(first: Instance) -> None:
-            async with DSecClient(first.url, first.api_key) as client:
-                await client.images.import_(base_tar, name="base")
-                await client.images.import_(work, name="work", kind="workspace", at="/work")
+        files = {"a": random.Random(2).randbytes(2 << 20), "cold": COLD, "z": random.Random(3).randbytes(2 << 20)}
 
         with node_at(home / "one-0001", "--store", str(store)) as first:
-            asyncio.run(fill(first))
+            fill(first, base_tar, work, files)
         with node_at(home / "two-0002", "--store", str(store)) as second:
             yield second
 

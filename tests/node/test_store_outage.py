@@ -17,6 +17,7 @@ import pytest
 
 from libdsec import DSecClient, DSecContainerRunArgs
 from tests.conftest import Instance, node_at, require_root
+from tests.node.base_and_work import fill
 from tests.unit.seaweed import Seaweed, seaweed
 
 DEADLINE_S = 60.0
@@ -39,19 +40,11 @@ def lazy(base_tar: Path) -> Iterator[Lazy]:
         os.chmod(name, 0o755)
         home, s3, work = Path(name), Path(name) / "s3", Path(name) / "work"
         s3.mkdir()
-        work.mkdir()
-        for file, content in FILES.items():
-            (work / file).write_bytes(content)
-
-        async def fill(first: Instance) -> None:
-            async with DSecClient(first.url, first.api_key) as client:
-                await client.images.import_(base_tar, name="base")
-                await client.images.import_(work, name="work", kind="workspace", at="/work")
 
         with seaweed(s3) as server:
             store = ("--store", server.url("node"))
             with node_at(home / "one-0001", *store) as first:
-                asyncio.run(fill(first))
+                fill(first, base_tar, work, FILES)
             with node_at(home / "two-0002", *store) as second:
                 yield Lazy(second, server)
 
