@@ -1,6 +1,6 @@
 //! A process that does nothing but hold the connection of the blobs' filesystem: with it, the spawner and blobfs may both go (a restart of the
-//! service) and reads wait for the next ones. It is started with the first layer that is loaded on demand, and ends by itself when no spawner has
-//! come back for as long as reads may wait.
+//! service) and reads wait for the next ones. It is started with the first layer that is loaded on demand, and ends by itself when no spawner comes
+//! back: then what waits is told so.
 
 use std::fs::File;
 use std::io;
@@ -18,8 +18,10 @@ use wire::passing;
 use crate::options::Options;
 use crate::sysapi;
 
-/// How long reads wait for somebody who serves them.
+/// How long reads wait for a blobfs while a spawner is there, which starts one again at once: longer, and it can't be started.
 pub const GRACE: Duration = Duration::from_secs(30);
+/// How long reads wait for a service that was ended: sandboxes live on, and whoever upgrades or mends it has so long.
+const ABSENCE: Duration = Duration::from_secs(600);
 /// It has nothing to finish.
 const END_MS: libc::c_int = 2000;
 const MAX_FRAME: u32 = 16;
@@ -177,7 +179,7 @@ pub fn run() -> Result<i32, String> {
         if serve(&peer, &mut connection) {
             return Ok(0);
         }
-        let patience = GRACE.as_millis() as libc::c_int;
+        let patience = ABSENCE.as_millis() as libc::c_int;
         let came = sysapi::wait_readable(listener.as_raw_fd(), patience);
         if !came.map_err(|error| error.to_string())? {
             return Ok(0);
