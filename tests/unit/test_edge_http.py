@@ -13,6 +13,7 @@ import structlog
 from edge_fakes import Client, Node, eventually, open_edge
 
 from dsec.edge import Edge
+from dsec.edge.admission import AdmissionPolicy
 from dsec.edge.channel import ChannelError, ChannelLost, Exit
 from dsec.edge.failures import as_error, of_complaint
 from dsec.edge.journal import JournalError
@@ -70,6 +71,30 @@ class TestCreate:
             assert answer.json()["error"]["reason"] == "start_queue"
             assert int(answer.headers["retry-after"]) >= 1
             assert len((await Client(edge)("POST", "/v1/sandboxes", {"args": ARGS, "count": 10})).lines()) == 10
+
+    @pytest.mark.parametrize(
+        ("reason", "policy"),
+        [
+            ("memory", AdmissionPolicy(memory_floor=1.1)),
+            ("memory_pressure", AdmissionPolicy(pressure_max=-1.0)),
+            ("scratch", AdmissionPolicy(scratch_floor=1.1)),
+            ("descriptors", AdmissionPolicy(descriptors_kept=1 << 40)),
+        ],
+    )
+    async def test_a_node_that_is_short_of_something_says_of_what(
+        self, reason: str, policy: AdmissionPolicy, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # The host's own figures but for this one, which not every kernel has.
+        monkeypatch.setattr("dsec.edge.node.memory_pressure", lambda: 0.0)
+        async with open_edge(node, tmp_path, admission=policy, start_slots=2) as edge:
+            # More than the slots: each refusal gives its own back.
+            lines = (await Client(edge)("POST", "/v1/sandboxes", {"args": ARGS, "count": 10})).lines()
+            assert {line["index"] for line in lines} == set(range(10))
+            for error in (line["error"] for line in lines):
+                assert (error["code"], error["reason"]) == ("no_capacity", reason)
+                assert error["message"].startswith("no sandbox can start on this node now")
+                assert error["retry_after"] >= 1
+            assert not node.kernel and not edge.sandboxes.counts()
 
     async def test_a_client_that_goes_away_leaves_nothing_that_it_cannot_find(self, client: Client, edge: Edge, node: Node) -> None:
         node.gate = asyncio.Event()
