@@ -46,6 +46,15 @@ def full_disk_told() -> Iterator[None]:
         raise
 
 
+def write_synced(path: Path, content: bytes) -> Path:
+    """A new file, on the disk when this returns; its path. Raises NoCapacity, OSError."""
+    with full_disk_told(), path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
 @dataclass(frozen=True, slots=True)
 class BlobFile:
     """A blob as it lies on the disk."""
@@ -135,12 +144,7 @@ class BlobDirectory:
         """Makes ``content``, whose digest that is, a blob. Raises NoCapacity, OSError."""
         workspace = self.make_workspace()
         try:
-            path = workspace / hex_of(digest)
-            with full_disk_told(), path.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            self.commit([(path, digest)])
+            self.commit([(write_synced(workspace / hex_of(digest), content), digest)])
         finally:
             self.remove_workspace(workspace)
 

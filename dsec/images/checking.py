@@ -22,7 +22,7 @@ from dsec.images.chunks import ChunkTable
 from dsec.images.documents import decode
 from dsec.images.leases import GC_KEY, GC_S, LIMIT, LeaseFile
 from dsec.images.publishing import CLAIM_S, Publisher, frames_key, meta_key, table_key
-from dsec.images.pulling import Puller, unpack_meta
+from dsec.images.pulling import Puller
 from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
 from dsec.images.shared_catalog import Held, Manifest, SharedCatalog, manifest_key, read_manifest
 from dsec.images.store_gc import unnamed
@@ -152,7 +152,7 @@ class Checker:
     async def store(self, blobs: Blobs, catalog: SharedCatalog, publisher: Publisher) -> None:
         """Checks what the manifests in the store name, and what lies there besides."""
         sizes = {each.key: each.size for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch}
-        checked: set[tuple[str, str | None, int]] = set()
+        checked: set[tuple[object, ...]] = set()
         metas: set[str] = set()
         data: set[str] = set()
         async for key, content in catalog.read(await catalog.keys()):
@@ -170,8 +170,8 @@ class Checker:
             for layer in manifest.layers:
                 metas.add(hex_of(layer.digest))
                 data.update([hex_of(layer.blob)] if layer.blob is not None else [])
-                # Two manifests may say different things of one layer's chunks, and of its size.
-                what = (layer.digest, layer.index, layer.meta_bytes)
+                # Two manifests may say different things of one layer: both are checked.
+                what = msgspec.structs.astuple(layer)
                 if what not in checked and await self._stored(blobs, publisher, manifest, layer, sizes):
                     checked.add(what)
         for garbage in await unnamed(blobs, {"": Held(frozenset(metas), frozenset(data))}):
@@ -203,9 +203,8 @@ class Checker:
             yield meta, "not in the store"
         elif self._deep:
             try:
-                self._puller.check_meta_size(layer)
-                unpack_meta(await blobs.get(meta), layer)
-            except (ImageError, BlobMissing) as error:
+                await self._puller.check_meta(layer)
+            except ImageError as error:
                 yield meta, error.message
         if layer.blob is None:
             return

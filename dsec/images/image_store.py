@@ -73,7 +73,7 @@ class ImageStore:
         self._catalog = Catalog(store, self._sharing)
         made_by = Converter(converter, self._blobs, self.limits)
         self._importer = Importer(self._catalog, self._blobs, made_by, self.limits)
-        self._puller = Puller(self._blobs, shared, self.limits)
+        self._puller = Puller(self._blobs, shared, self.limits, made_by)
         self._retiring = Retiring(self._blobs, self._catalog, self._puller, self._kept, cache_bytes, changed=self._note_retired)
         self._reads = Reads(store)
         self._traces = Traces(root / "traces", shared)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dsec.images.blobs import BlobDirectory, full_disk_told, hex_of
+from dsec.images.blobs import BlobDirectory, full_disk_told, hex_of, write_synced
 from dsec.images.chunks import ZEROS, ChunkTable, unpack_frame
+from dsec.images.converter import Converter
 from dsec.images.flights import Flights
 from dsec.images.importing import Tell
 from dsec.images.limits import ImportLimits
@@ -46,11 +48,12 @@ class LayerState:
 class Puller:
     """Fetches. What several want at the same time is fetched once."""
 
-    def __init__(self, local: BlobDirectory, shared: Blobs | None, limits: ImportLimits) -> None:
-        """``shared``: None where no store is configured: only what is here can be given."""
+    def __init__(self, local: BlobDirectory, shared: Blobs | None, limits: ImportLimits, judge: Converter) -> None:
+        """``shared``: None where no store is configured: only what is here can be given. ``judge`` decides what metadata may come here."""
         self._local = local
         self._shared = shared
         self._limits = limits
+        self._judge = judge
         self._flights = Flights()
         self._small = asyncio.Semaphore(SMALL_AT_ONCE)
         self._tables: dict[str, bytes] = {}
@@ -81,14 +84,28 @@ class Puller:
         return LayerState(layer, await self.table(layer))
 
     async def _fetch_meta(self, layer: LayerInfo) -> None:
-        self.check_meta_size(layer)
-        packed = await self._get(layer, meta_key(layer.digest))
-        await to_end(lambda: self._local.keep(unpack_meta(packed, layer), layer.digest))
+        async with self._judged_meta(layer) as path:
+            await to_end(lambda: self._local.commit([(path, layer.digest)]))
 
-    def check_meta_size(self, layer: LayerInfo) -> None:
-        """Raises ImageError for a layer whose manifest promises more metadata than a node takes."""
+    async def check_meta(self, layer: LayerInfo) -> None:
+        """Whether the metadata in the store may come here. Raises ImageError where it may not, Unavailable, NoCapacity."""
+        async with self._judged_meta(layer):
+            pass
+
+    @asynccontextmanager
+    async def _judged_meta(self, layer: LayerInfo) -> AsyncGenerator[Path, None]:
+        """The metadata as the store has it, in a file that nobody else sees, after it was found to be the layer's and of our making."""
         if layer.meta_bytes > self._limits.metadata:
             raise ImageError(f"the metadata of {layer.digest} would have {layer.meta_bytes} bytes, {self._limits.metadata} are allowed")
+        packed = await self._get(layer, meta_key(layer.digest))
+        workspace = await to_end(self._local.make_workspace)
+        try:
+            what = f"the metadata of {layer.digest}"
+            path = await to_end(lambda: write_synced(workspace / "layer.meta", unpack_frame(packed, layer.meta_bytes, what)))
+            await self._judge.check(path, layer)
+            yield path
+        finally:
+            await to_end(lambda: self._local.remove_workspace(workspace))
 
     async def check_frames(self, states: Sequence[LayerState]) -> None:
         """Looks whether the store still has what is to be read of layers that aren't whole here: another node may have removed their image
@@ -199,14 +216,6 @@ class Puller:
             begun.unlink()
             raise ImageError(f"the chunks of {blob} are right one by one and wrong together: its chunk table is forged")
         self._local.commit([(begun, blob)])
-
-
-def unpack_meta(packed: bytes, layer: LayerInfo) -> bytes:
-    """The metadata file in ``metas/<hex>.zst``. Raises ImageError where it isn't the layer's."""
-    content = unpack_frame(packed, layer.meta_bytes, f"the metadata of {layer.digest}")
-    if f"sha256:{hashlib.sha256(content).hexdigest()}" != layer.digest:
-        raise ImageError(f"the metadata of {layer.digest} has another digest: it is broken or forged")
-    return content
 
 
 def _begin(begun: Path, table: ChunkTable, check: Check) -> list[int]:

@@ -22,7 +22,7 @@ import pytest
 from dsec.images.converter import find_program
 from libdsec.images import pack_tree
 from tests.conftest import require_root
-from tests.unit.images_archives import member, tar
+from tests.unit.images_archives import check_passes, member, tar
 
 _libc = ctypes.CDLL(None, use_errno=True)
 MS_RDONLY = 1
@@ -86,7 +86,9 @@ def convert(directory: Path, *archives: bytes, at: str = "/", below: Sequence[La
         command += ["--below", str(layer.meta), *(["--data", str(layer.blob)] if layer.report["blob"] else [])]
     done = subprocess.run([*command, *names], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-    return Layer(directory, json.loads(done.stdout))
+    layer = Layer(directory, json.loads(done.stdout))
+    check_passes(layer.meta, layer.report)
+    return layer
 
 
 @contextmanager

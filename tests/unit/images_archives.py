@@ -7,9 +7,13 @@ import hashlib
 import io
 import json
 import platform
+import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from dsec.images.converter import find_program
 
 OCI_LAYER = "application/vnd.oci.image.layer.v1.tar"
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -41,6 +45,15 @@ def tar(entries: Sequence[tarfile.TarInfo | tuple[tarfile.TarInfo, bytes]], *, f
 def files(contents: Mapping[str, bytes]) -> bytes:
     """A tar of plain files."""
     return tar([(member(name), content) for name, content in contents.items()])
+
+
+def check_passes(meta: Path, report: Mapping[str, object]) -> None:
+    """Sees to it that another node would take the metadata, for the layer that was reported when it was made."""
+    done = subprocess.run([str(find_program()), "--check", str(meta)], capture_output=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    facts = ("meta", "meta_bytes", "blob", "blob_bytes", "extra_ids", "inodes")
+    checked = json.loads(done.stdout)
+    assert {fact: checked[fact] for fact in facts} == {fact: report[fact] for fact in facts}
 
 
 def digest(data: bytes) -> str:

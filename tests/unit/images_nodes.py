@@ -47,9 +47,20 @@ class Node:
         key: str | None = None,
     ) -> ImageInfo:
         """Imports a tar of plain files."""
+        return await self.load_tar(name, files(contents), kind=kind, caller=caller, tell=tell, key=key)
 
+    async def load_tar(
+        self,
+        name: str,
+        archive: bytes,
+        *,
+        kind: Kind = "base",
+        caller: Caller = ADMIN,
+        tell: Callable[[ImportLine], None] = lambda line: None,
+        key: str | None = None,
+    ) -> ImageInfo:
         async def body() -> AsyncIterator[bytes]:
-            yield files(contents)
+            yield archive
 
         request = ImportRequest(name=name, kind=kind, format="tar", at="/", caller=caller, idempotency_key=key)
         return await self.images.import_archive(request, body(), tell)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsec.images.converter import find_program
-from tests.unit.images_archives import files, member, tar
+from tests.unit.images_archives import check_passes, files, member, tar
 
 REFUSED, USAGE, SYSTEM = 1, 2, 3
 
@@ -35,6 +35,7 @@ def convert(directory: Path, *archives: bytes, options: Sequence[str] = ()) -> d
     done = run(directory, archives, *options)
     assert done.returncode == 0, done.stderr
     report: dict[str, object] = json.loads(done.stdout)
+    check_passes(directory / "meta", report)
     return report
 
 

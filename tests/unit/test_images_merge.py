@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsec.images.converter import find_program
-from tests.unit.images_archives import files, member, tar
+from tests.unit.images_archives import check_passes, files, member, tar
 
 REFUSED = 1
 
@@ -23,7 +23,9 @@ def make(directory: Path, name: str, *arguments: str | Path) -> tuple[Path, Path
     command = [str(find_program()), "--meta", str(meta), "--blob", str(blob), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert (json.loads(done.stdout)["blob"] is None) != blob.exists()
+    report = json.loads(done.stdout)
+    assert (report["blob"] is None) != blob.exists()
+    check_passes(meta, report)
     return meta, blob
 
 

@@ -130,7 +130,8 @@ struct PlannedDirectory<'a> {
 
 /// Names that share one block of a directory.
 struct DirentBlock<'a> {
-    names: Vec<&'a [u8]>,
+    /// What stands under each; None: the directory itself or its parent.
+    names: Vec<(&'a [u8], Option<&'a Node>)>,
     size: usize,
 }
 
@@ -301,16 +302,20 @@ impl<'a> Plan<'a> {
 
 /// The kernel searches a directory by halving, first over blocks and then in one, by bytewise order; `.` and `..` stand among the names.
 fn dirent_blocks(directory: &Directory) -> Vec<DirentBlock<'_>> {
-    let dots: [&[u8]; 2] = [b".", b".."];
-    let names = directory.children.keys().map(Vec::as_slice);
-    let mut names: Vec<&[u8]> = names.chain(dots).collect();
-    names.sort_unstable();
+    let children = directory.children.iter();
+    let mut names: Vec<(&[u8], Option<&Node>)> = children
+        .map(|(name, node)| (name.as_slice(), Some(node)))
+        .collect();
+    for dots in [&b"."[..], b".."] {
+        let place = names.partition_point(|(name, _)| *name < dots);
+        names.insert(place, (dots, None));
+    }
     let mut blocks = Vec::new();
     let mut open = DirentBlock {
         names: Vec::new(),
         size: 0,
     };
-    for name in names {
+    for (name, node) in names {
         let size = DIRENT_SIZE + name.len();
         if open.size + size > BLOCK as usize {
             blocks.push(open);
@@ -319,7 +324,7 @@ fn dirent_blocks(directory: &Directory) -> Vec<DirentBlock<'_>> {
                 size: 0,
             };
         }
-        open.names.push(name);
+        open.names.push((name, node));
         open.size += size;
     }
     blocks.push(open);
@@ -607,19 +612,17 @@ fn encode_dirents(
     let planned = &plan.directories[index];
     let mut records = Vec::with_capacity(block.size);
     let mut names = Vec::new();
-    for name in &block.names {
+    for (name, node) in &block.names {
         let offset = block.names.len() * DIRENT_SIZE + names.len();
-        let (at, file_type) = match *name {
-            b"." => (planned.spot.at, 2),
-            b".." => (plan.directories[planned.parent].spot.at, 2),
-            _ => match &planned.directory.children[*name] {
-                Node::Directory(_) => {
-                    let child = subdirectories.next().map_or(0, |child| *child);
-                    (plan.directories[child].spot.at, 2)
-                }
-                Node::Leaf(id) => (plan.leaves[*id].as_ref().map_or(0, |leaf| leaf.spot.at), 0),
-                Node::Whiteout => (plan.whiteout.as_ref().map_or(0, |leaf| leaf.spot.at), 3),
-            },
+        let (at, file_type) = match node {
+            None if *name == b"." => (planned.spot.at, 2),
+            None => (plan.directories[planned.parent].spot.at, 2),
+            Some(Node::Directory(_)) => {
+                let child = subdirectories.next().map_or(0, |child| *child);
+                (plan.directories[child].spot.at, 2)
+            }
+            Some(Node::Leaf(id)) => (plan.leaves[*id].as_ref().map_or(0, |leaf| leaf.spot.at), 0),
+            Some(Node::Whiteout) => (plan.whiteout.as_ref().map_or(0, |leaf| leaf.spot.at), 3),
         };
         records.extend_from_slice(&(at / SLOT).to_le_bytes());
         records.extend_from_slice(&(offset as u16).to_le_bytes());
@@ -642,6 +645,20 @@ fn crc32c(bytes: &[u8]) -> u32 {
             (crc >> 1) ^ (0x82F6_3B78 & (crc & 1).wrapping_neg())
         })
     })
+}
+
+/// Gives changed metadata the UUID and the checksum that fit it, as somebody would who forges a layer.
+#[cfg(test)]
+pub fn reseal(bytes: &mut [u8]) {
+    let mut superblock = [0; SUPERBLOCK_SIZE];
+    superblock.copy_from_slice(&bytes[SUPERBLOCK..][..SUPERBLOCK_SIZE]);
+    bytes[SUPERBLOCK..][..SUPERBLOCK_SIZE].fill(0);
+    let uuid = Sha256::digest(&*bytes);
+    superblock[48..64].copy_from_slice(&uuid[..16]);
+    superblock[4..8].fill(0);
+    bytes[SUPERBLOCK..][..SUPERBLOCK_SIZE].copy_from_slice(&superblock);
+    let checksum = crc32c(&bytes[SUPERBLOCK..BLOCK as usize]);
+    bytes[SUPERBLOCK + 4..][..4].copy_from_slice(&checksum.to_le_bytes());
 }
 
 pub fn hex(digest: &[u8; 32]) -> String {
@@ -677,10 +694,8 @@ mod tests {
                 .insert(name.as_bytes().to_vec(), Node::Whiteout);
         }
         let blocks = dirent_blocks(&directory);
-        assert_eq!(
-            blocks[0].names,
-            [&b"+"[..], b".", b"..", b"...", b"B", b"a"]
-        );
+        let names: Vec<&[u8]> = blocks[0].names.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, [&b"+"[..], b".", b"..", b"...", b"B", b"a"]);
     }
 
     #[test]

@@ -1,18 +1,22 @@
 //! Sources that are layers of our own making: several adjacent ones become one, with what overlayfs shows of them as its content.
 //!
-//! Reads back what `erofs` writes, and nothing else: extended inodes, uncompressed content, chunk indexes into one blob. Every offset is checked
-//! against the file, so that a damaged one is refused and not followed.
+//! Reads back what `erofs` writes: extended inodes, uncompressed content, chunk indexes into one blob. Every offset is checked against the file, so
+//! that a damaged one is refused and not followed. Whether there is anything else in the file is for `check` to say.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 
 use crate::blob::{copy_blocks, BlobWriter, BLOCK, BLOCK_BITS};
+use crate::erofs::BlobRef;
 use crate::error::{LayerError, Result};
 use crate::extents::{FileData, Run, CHUNK_INDEX};
-use crate::limits::{FILE_SIZE_MAX, NAME_MAX};
-use crate::tree::{Arena, Attributes, Directory, Leaf, LeafId, LeafKind, Node, Xattrs};
+use crate::limits::{FILE_SIZE_MAX, NAME_MAX, PATH_MAX};
+use crate::tree::{keep_xattr, Arena, Attributes, Directory, Leaf, LeafId, LeafKind, Node, Xattrs};
 
 const SUPERBLOCK: usize = 1024;
+const DEVICE_SLOT: usize = 1152;
+/// Characters of a digest in hexadecimal.
+const TAG: usize = 64;
 const MAGIC: u32 = 0xE0F5_E1E2;
 /// Chunked files and a device table; whatever else a file needs isn't ours.
 const INCOMPAT_KNOWN: u32 = 4 | 8;
@@ -21,8 +25,9 @@ const INODE_SIZE: usize = 64;
 const DIRENT_SIZE: usize = 12;
 const XATTR_HEADER: usize = 12;
 const HOLE: u32 = u32::MAX;
+const NANOSECONDS: u32 = 1_000_000_000;
 
-fn broken(what: &str) -> LayerError {
+pub fn broken(what: &str) -> LayerError {
     LayerError::input(format!("not a layer of ours: {what}"))
 }
 
@@ -32,9 +37,39 @@ pub fn read(metadata: &[u8], arena: &mut Arena) -> Result<Directory> {
         bytes: metadata,
         arena,
         leaves: BTreeMap::new(),
+        directories: BTreeSet::new(),
         depth: 0,
     };
     image.read()
+}
+
+/// The data blob that a metadata file names, if any.
+pub fn blob(metadata: &[u8]) -> Result<Option<BlobRef>> {
+    if number::<2>(metadata, SUPERBLOCK + 86)? == [0, 0] {
+        return Ok(None);
+    }
+    let tag = part(metadata, DEVICE_SLOT, TAG)?;
+    let mut digest = [0; TAG / 2];
+    for (byte, pair) in digest.iter_mut().zip(tag.chunks(2)) {
+        *byte = std::str::from_utf8(pair)
+            .ok()
+            .and_then(|pair| u8::from_str_radix(pair, 16).ok())
+            .ok_or_else(|| broken("the name of its data is no digest"))?;
+    }
+    let blocks = u32::from_le_bytes(number(metadata, DEVICE_SLOT + TAG)?);
+    Ok(Some(BlobRef { digest, blocks }))
+}
+
+fn part(bytes: &[u8], at: usize, length: usize) -> Result<&[u8]> {
+    at.checked_add(length)
+        .and_then(|end| bytes.get(at..end))
+        .ok_or_else(|| broken("it ends too early"))
+}
+
+fn number<const N: usize>(bytes: &[u8], at: usize) -> Result<[u8; N]> {
+    part(bytes, at, N)?
+        .try_into()
+        .map_err(|_| broken("it ends too early"))
 }
 
 /// Moves the data of a layer's live files from its own blob to the end of `to`.
@@ -61,8 +96,10 @@ pub fn move_data(
 struct Image<'a> {
     bytes: &'a [u8],
     arena: &'a mut Arena,
-    /// By inode number: names of one file are one leaf again.
+    /// By inode number, those that have several names: they are one leaf again.
     leaves: BTreeMap<u64, LeafId>,
+    /// Those that were read: each has one name.
+    directories: BTreeSet<u64>,
     depth: usize,
 }
 
@@ -72,6 +109,7 @@ struct Inode {
     mode: u16,
     size: u64,
     union: u32,
+    links: u32,
     attributes: Attributes,
     /// `trusted.overlay.opaque` is among its xattrs.
     opaque: bool,
@@ -92,19 +130,16 @@ impl Image<'_> {
         if inode.mode & libc::S_IFMT as u16 != libc::S_IFDIR as u16 {
             return Err(broken("the root is no directory"));
         }
+        self.directories.insert(root);
         self.directory(inode)
     }
 
     fn part(&self, at: usize, length: usize) -> Result<&[u8]> {
-        at.checked_add(length)
-            .and_then(|end| self.bytes.get(at..end))
-            .ok_or_else(|| broken("it ends too early"))
+        part(self.bytes, at, length)
     }
 
     fn number<const N: usize>(&self, at: usize) -> Result<[u8; N]> {
-        self.part(at, N)?
-            .try_into()
-            .map_err(|_| broken("it ends too early"))
+        number(self.bytes, at)
     }
 
     fn u16(&self, at: usize) -> Result<u16> {
@@ -135,17 +170,22 @@ impl Image<'_> {
             units => XATTR_HEADER + 4 * (units - 1),
         };
         let (xattrs, opaque) = self.xattrs(at + INODE_SIZE, xattr_bytes)?;
+        let mtime_nsec = self.u32(at + 40)?;
+        if mtime_nsec >= NANOSECONDS {
+            return Err(broken("a fraction of a second that is none"));
+        }
         Ok(Inode {
             layout: format >> 1 & 7,
             mode,
             size: self.u64(at + 8)?,
             union: self.u32(at + 16)?,
+            links: self.u32(at + 44)?,
             attributes: Attributes {
                 mode: mode & 0o7777,
                 uid: self.u32(at + 24)?,
                 gid: self.u32(at + 28)?,
                 mtime: self.u64(at + 32)? as i64,
-                mtime_nsec: self.u32(at + 40)?,
+                mtime_nsec,
                 xattrs,
             },
             opaque,
@@ -175,6 +215,7 @@ impl Image<'_> {
                 b"trusted.overlay.opaque" => opaque = true,
                 // Made anew where the merged directory needs it.
                 b"trusted.overlay.origin" => {}
+                name if !keep_xattr(name) => return Err(broken("an xattr that no layer has")),
                 _ => {
                     self.arena.charge_meta((name.len() + value.len()) as u64)?;
                     kept.insert(name, value);
@@ -199,24 +240,42 @@ impl Image<'_> {
         Ok([blocks, self.part(inode.end, tail)?].concat())
     }
 
+    fn target(&self, inode: &Inode) -> Result<Vec<u8>> {
+        let fits = (1..=PATH_MAX as u64).contains(&inode.size);
+        let target = if fits {
+            self.content(inode)?
+        } else {
+            Vec::new()
+        };
+        if !fits || target.contains(&0) {
+            return Err(broken("a symbolic link that leads nowhere"));
+        }
+        Ok(target)
+    }
+
     fn directory(&mut self, inode: Inode) -> Result<Directory> {
         self.depth += 1;
         if self.depth > self.arena.limits.depth + 1 {
             return Err(broken("directories too far below each other"));
         }
         let content = self.content(&inode)?;
-        let mut children = BTreeMap::new();
+        let mut children: Vec<(Vec<u8>, Node)> = Vec::new();
         for block in content.chunks(BLOCK as usize) {
             for (name, number) in dirents(block)? {
                 if matches!(name, b"." | b"..") {
                     continue;
                 }
+                if children.last().is_some_and(|(last, _)| **last >= *name) {
+                    return Err(broken("names in another order"));
+                }
                 self.arena.count_entry()?;
                 self.arena.charge_meta(name.len() as u64)?;
                 let node = self.node(number)?;
-                children.insert(name.to_vec(), node);
+                children.push((name.to_vec(), node));
             }
         }
+        // Sorted as they are, they make a tree at once.
+        let children = BTreeMap::from_iter(children);
         self.depth -= 1;
         Ok(Directory {
             attributes: inode.attributes,
@@ -232,6 +291,9 @@ impl Image<'_> {
         }
         let inode = self.inode(number)?;
         let kind = match u32::from(inode.mode) & libc::S_IFMT {
+            libc::S_IFDIR if !self.directories.insert(number) => {
+                return Err(broken("a directory with two names"))
+            }
             libc::S_IFDIR => return Ok(Node::Directory(Box::new(self.directory(inode)?))),
             libc::S_IFCHR if inode.union == 0 => return Ok(Node::Whiteout),
             libc::S_IFCHR => {
@@ -244,7 +306,7 @@ impl Image<'_> {
             }
             libc::S_IFIFO => LeafKind::Fifo,
             libc::S_IFSOCK => LeafKind::Socket,
-            libc::S_IFLNK => LeafKind::Symlink(self.content(&inode)?),
+            libc::S_IFLNK => LeafKind::Symlink(self.target(&inode)?),
             libc::S_IFREG => LeafKind::File(self.file(&inode)?),
             _ => return Err(broken("a file of an unknown type")),
         };
@@ -252,7 +314,9 @@ impl Image<'_> {
             attributes: inode.attributes,
             kind,
         });
-        self.leaves.insert(number, leaf);
+        if inode.links > 1 {
+            self.leaves.insert(number, leaf);
+        }
         Ok(Node::Leaf(leaf))
     }
 

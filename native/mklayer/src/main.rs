@@ -8,11 +8,13 @@
 //! kernel only what this program itself has composed: nothing of a source is taken over but names, numbers and contents, each checked.
 //! Before it reads anything it gives up every system call but those for its open files (`confine`).
 //!
-//! Several archives, or layers, are collapsed into one, lowest first; whiteouts are kept as overlayfs wants them.
+//! Several archives, or layers, are collapsed into one, lowest first; whiteouts are kept as overlayfs wants them. With `--check` nothing is made: it
+//! says whether a metadata file that came from elsewhere is what this program would have written.
 //! Result: one JSON line on stdout. Errors: one line on stderr, no output files, exit code 1 (source refused), 2 (usage), 3 (system).
 
 mod archive;
 mod blob;
+mod check;
 mod confine;
 mod convert;
 mod directory;
@@ -30,8 +32,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use confine::{confine, Scope};
-use convert::{Converted, Converter};
+use convert::Converter;
 use directory::Removed;
+use erofs::{BlobRef, Metadata};
 use error::{LayerError, Result};
 use globs::Globs;
 use limits::Limits;
@@ -40,14 +43,22 @@ const USAGE: &str =
     "usage: dsec-mklayer --meta FILE --blob FILE [--at /PATH] [LIMIT…] [--below META [--data BLOB]]… [TAR…]
        dsec-mklayer --meta FILE --blob FILE [LIMIT…] --layer META [--data BLOB] [--layer …]
        dsec-mklayer --directory-fd N --meta-fd N --blob-fd N [--exclude GLOB]… [LIMIT…]
+       dsec-mklayer --check META [LIMIT…]
 Makes one EROFS layer of uncompressed tar archives (none given, or -: stdin), of other layers (both: lowest first), or of the directory open at a
 descriptor, and writes it to new files or to empty ones that are open. --below: layers under the archives (lowest first), to which these may have hard
-links and through whose symbolic links their names may lead. LIMIT: --max-entries N, --max-depth N, --max-bytes N, --max-meta N.";
+links and through whose symbolic links their names may lead. --check: refuses metadata that this program wouldn't have written. LIMIT: --max-entries N, --max-depth N, --max-bytes N, --max-meta N.";
 
 struct Options {
-    output: OutputPlace,
     limits: Limits,
-    source: SourcePlace,
+    work: Work,
+}
+
+enum Work {
+    Make {
+        output: OutputPlace,
+        source: SourcePlace,
+    },
+    Check(PathBuf),
 }
 
 enum OutputPlace {
@@ -76,6 +87,7 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
     let (mut meta, mut blob, mut at) = (None, None, String::from("/"));
     let (mut meta_fd, mut blob_fd, mut directory_fd) = (None, None, None);
     let mut limits = Limits::default();
+    let mut check = None;
     let mut archives = Vec::new();
     let (mut layers, mut below): (Vec<LayerFiles>, Vec<LayerFiles>) = Default::default();
     let mut data_is_below = false;
@@ -100,6 +112,7 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
                 .map_err(|_| usage(format!("{option}: \"{value}\" is no descriptor")))
         };
         match option.as_str() {
+            "--check" => check = Some(PathBuf::from(value)),
             "--meta" => meta = Some(PathBuf::from(value)),
             "--blob" => blob = Some(PathBuf::from(value)),
             "--meta-fd" => meta_fd = Some(descriptor()?),
@@ -135,6 +148,10 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
             _ => return Err(usage(format!("unknown option {option}"))),
         }
     }
+    if let Some(metadata) = check {
+        let work = Work::Check(metadata);
+        return Ok(Options { limits, work });
+    }
     let output = match (meta, blob, meta_fd, blob_fd) {
         (Some(meta), Some(blob), None, None) => OutputPlace::Files { meta, blob },
         (None, None, Some(meta), Some(blob)) => OutputPlace::Descriptors { meta, blob },
@@ -167,11 +184,8 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
         }
         _ => return Err(usage("archives, layers or a directory: one of them".into())),
     };
-    Ok(Options {
-        output,
-        limits,
-        source,
-    })
+    let work = Work::Make { output, source };
+    Ok(Options { limits, work })
 }
 
 /// A file that is removed again unless it is kept.
@@ -342,9 +356,29 @@ fn directory_of(path: &Path) -> &Path {
 }
 
 fn run(options: &Options) -> Result<String> {
-    let source = open_source(&options.source, &options.limits)?;
-    let mut outputs = open_outputs(&options.output)?;
-    let at: &[u8] = match &options.source {
+    match &options.work {
+        Work::Make { output, source } => make(output, source, &options.limits),
+        Work::Check(metadata) => check_file(metadata, &options.limits),
+    }
+}
+
+fn check_file(path: &Path, limits: &Limits) -> Result<String> {
+    let metadata = read_metadata(path, limits)?;
+    confine(limits, Scope::OpenFiles, &[])?;
+    let checked = check::check(&metadata, limits)?;
+    Ok(report(&Report {
+        metadata: &checked.metadata,
+        blob: checked.blob.as_ref(),
+        entries: checked.entries,
+        dropped_xattrs: 0,
+        removed: &[],
+    }))
+}
+
+fn make(output: &OutputPlace, source_place: &SourcePlace, limits: &Limits) -> Result<String> {
+    let source = open_source(source_place, limits)?;
+    let mut outputs = open_outputs(output)?;
+    let at: &[u8] = match source_place {
         SourcePlace::Archives { at, .. } => at,
         SourcePlace::Layers(_) | SourcePlace::Directory { .. } => b"/",
     };
@@ -352,16 +386,14 @@ fn run(options: &Options) -> Result<String> {
         Source::Directory(top, _) => Scope::Directory(top.as_raw_fd()),
         Source::Archives { .. } | Source::Layers(_) => Scope::OpenFiles,
     };
-    match &options.output {
-        OutputPlace::Files { meta, blob } => confine(
-            &options.limits,
-            scope,
-            &[directory_of(meta), directory_of(blob)],
-        )?,
-        OutputPlace::Descriptors { .. } => confine(&options.limits, scope, &[])?,
+    match output {
+        OutputPlace::Files { meta, blob } => {
+            confine(limits, scope, &[directory_of(meta), directory_of(blob)])?
+        }
+        OutputPlace::Descriptors { .. } => confine(limits, scope, &[])?,
     }
 
-    let mut converter = Converter::new(options.limits.clone(), at, outputs.blob)?;
+    let mut converter = Converter::new(limits.clone(), at, outputs.blob)?;
     let mut removed = Vec::new();
     match source {
         Source::Archives { archives, below } => {
@@ -394,12 +426,31 @@ fn run(options: &Options) -> Result<String> {
         meta.kept = true;
         blob.kept = converted.blob.is_some();
     }
-    Ok(report(&converted, &removed))
+    Ok(report(&Report {
+        metadata: &converted.metadata,
+        blob: converted.blob.as_ref(),
+        entries: converted.entries,
+        dropped_xattrs: converted.dropped_xattrs,
+        removed: &removed,
+    }))
 }
 
-fn report(converted: &Converted, removed: &[Removed]) -> String {
-    let removed: Vec<[u64; 2]> = removed.iter().map(|one| [one.entries, one.bytes]).collect();
-    let (blob, blob_bytes) = match &converted.blob {
+/// What is told of a layer that was made or checked.
+struct Report<'a> {
+    metadata: &'a Metadata,
+    blob: Option<&'a BlobRef>,
+    entries: u64,
+    dropped_xattrs: u64,
+    removed: &'a [Removed],
+}
+
+fn report(layer: &Report<'_>) -> String {
+    let removed: Vec<[u64; 2]> = layer
+        .removed
+        .iter()
+        .map(|one| [one.entries, one.bytes])
+        .collect();
+    let (blob, blob_bytes) = match layer.blob {
         Some(blob) => (
             format!("\"{}\"", erofs::hex(&blob.digest)),
             u64::from(blob.blocks) * blob::BLOCK,
@@ -408,12 +459,12 @@ fn report(converted: &Converted, removed: &[Removed]) -> String {
     };
     format!(
         "{{\"meta\":\"{}\",\"meta_bytes\":{},\"blob\":{blob},\"blob_bytes\":{blob_bytes},\"entries\":{},\"inodes\":{},\"extra_ids\":{:?},\"dropped_xattrs\":{},\"removed\":{removed:?}}}",
-        erofs::hex(&converted.metadata.digest),
-        converted.metadata.image.len(),
-        converted.entries,
-        converted.metadata.inodes,
-        converted.metadata.extra_ids,
-        converted.dropped_xattrs,
+        erofs::hex(&layer.metadata.digest),
+        layer.metadata.image.len(),
+        layer.entries,
+        layer.metadata.inodes,
+        layer.metadata.extra_ids,
+        layer.dropped_xattrs,
     )
 }
 
