@@ -128,20 +128,26 @@ def pack(
     level: int = ZSTD_LEVEL,
     threads: int = os.cpu_count() or 1,
     progress: Callable[[int], None] = lambda done: None,
+    sha256: str | None = None,
 ) -> ChunkTable:
     """Writes the frames of ``source`` to ``target``. Blocks. ``chunk_bytes``: doubled until ``COUNT_MAX`` chunks hold the source.
-    ``progress``: told the bytes of the source that are done. Raises OSError."""
+    ``progress``: told the bytes of the source that are done. ``sha256``: what the source has to have, in hexadecimal: what a table says of
+    chunks is believed by every reader. Raises ImageError where it has another one, OSError."""
     size = source.stat().st_size
+    whole = hashlib.sha256()
     while size > chunk_bytes * COUNT_MAX:
         chunk_bytes *= 2
     chunks: list[Chunk] = []
     end = 0
     with source.open("rb") as reading, target.open("wb") as writing, ThreadPoolExecutor(threads) as pool:
-        for index, (frame, flags, digest) in enumerate(_frames(pool, reading, size, chunk_bytes, level, 2 * threads)):
+        for index, (content, frame, flags, digest) in enumerate(_frames(pool, reading, size, chunk_bytes, level, 2 * threads)):
+            whole.update(content)
             writing.write(frame)
             chunks.append(Chunk(end if frame else 0, len(frame), flags, digest))
             end += len(frame)
             progress(min(size, (index + 1) * chunk_bytes))
+        if sha256 is not None and whole.hexdigest() != sha256:
+            raise ImageError(f"the content of sha256:{sha256} on this node is broken: `dsec image fsck --deep` tells more")
         writing.flush()
         os.fsync(writing.fileno())
     return ChunkTable(chunk_bytes, size, tuple(chunks))
@@ -149,12 +155,12 @@ def pack(
 
 def _frames(
     pool: ThreadPoolExecutor, reading: BinaryIO, size: int, chunk_bytes: int, level: int, ahead: int
-) -> Iterator[tuple[bytes, int, bytes]]:
-    """Frame, kind and digest of every chunk in order; at most ``ahead`` of them are in memory."""
+) -> Iterator[tuple[bytes, bytes, int, bytes]]:
+    """Content, frame, kind and digest of every chunk in order; at most ``ahead`` of them are in memory."""
     descriptor = reading.fileno()
     offsets = iter(range(0, size, chunk_bytes))
 
-    def submit(offset: int) -> Future[tuple[bytes, int, bytes]]:
+    def submit(offset: int) -> Future[tuple[bytes, bytes, int, bytes]]:
         return pool.submit(_frame, descriptor, offset, min(chunk_bytes, size - offset), level)
 
     pending = deque(submit(offset) for offset in islice(offsets, ahead))
@@ -163,12 +169,12 @@ def _frames(
         pending.extend(submit(offset) for offset in islice(offsets, 1))
 
 
-def _frame(descriptor: int, offset: int, length: int, level: int) -> tuple[bytes, int, bytes]:
+def _frame(descriptor: int, offset: int, length: int, level: int) -> tuple[bytes, bytes, int, bytes]:
     content = os.pread(descriptor, length, offset)
     if len(content) != length:
         raise OSError(f"the blob ended at {offset + len(content)} while it was read")
     digest = hashlib.sha256(content).digest()
     if not content.strip(b"\0"):
-        return b"", ZEROS, digest
+        return content, b"", ZEROS, digest
     frame = zstandard.ZstdCompressor(level=level, write_checksum=False).compress(content)
-    return (frame, ZSTD, digest) if len(frame) <= length * KEEP_RATIO else (content, STORED, digest)
+    return (content, frame, ZSTD, digest) if len(frame) <= length * KEEP_RATIO else (content, content, STORED, digest)

@@ -80,8 +80,8 @@ class Publisher:
     async def push(self, image: ImageInfo, project: str, tell: Tell) -> ImageInfo:
         """Makes ``image``, whose layers are on this node, visible to all; returns it with the digests of the chunk tables. Repeatable.
 
-        Raises Conflict where the store has another image of that name and version, ImageNotFound where a layer isn't here whole,
-        Unavailable and NoCapacity: then what was sent stays for the next attempt.
+        Raises Conflict where the store has another image of that name and version, ImageNotFound where a layer isn't here whole, ImageError
+        where what is here is broken, Unavailable and NoCapacity: then what was sent stays for the next attempt.
         """
         held = held_by(image.layers)
         digests = held.metas | held.blobs
@@ -105,12 +105,10 @@ class Publisher:
             await self._send_meta(layer)
         if layer.blob is None or not {frames_key(layer.blob), table_key(layer.blob)} & set(keys):
             return
-        if not self._local.has(layer.blob):
-            raise _not_whole(layer.blob)
         workspace = self._local.make_workspace()
         try:
             async with self._flights.of(layer.blob), self._slots:
-                table = await self._pack(self._local.path(layer.blob), workspace / "frames", "sending layer", lambda line: None)
+                table = await self._pack(layer.blob, workspace / "frames", "sending layer", lambda line: None)
                 encoded = table.encode()
                 if digest_of(hashlib.sha256(encoded).hexdigest()) != layer.index:
                     raise ImageError("this node packs the blob in another way than its table says: import the image again")
@@ -142,7 +140,10 @@ class Publisher:
 
     async def _send_meta(self, layer: LayerInfo) -> None:
         def pack_meta() -> bytes:
-            return zstandard.ZstdCompressor(level=META_LEVEL).compress(self._local.path(layer.digest).read_bytes())
+            content = self._local.path(layer.digest).read_bytes()
+            if digest_of(hashlib.sha256(content).hexdigest()) != layer.digest:
+                raise ImageError(f"the content of {layer.digest} on this node is broken: `dsec image fsck --deep` tells more")
+            return zstandard.ZstdCompressor(level=META_LEVEL).compress(content)
 
         try:
             packed = await to_end(pack_meta)
@@ -192,7 +193,7 @@ class Publisher:
         workspace = self._local.make_workspace()
         try:
             frames = workspace / "frames"
-            table = await self._pack(self._local.path(blob), frames, step, tell)
+            table = await self._pack(blob, frames, step, tell)
             size = table.stored_bytes
             tell(ImportLine(step=step, done_bytes=0, total_bytes=size))
             told = 0
@@ -214,7 +215,9 @@ class Publisher:
         finally:
             await to_end(lambda: self._local.remove_workspace(workspace))
 
-    async def _pack(self, source: Path, target: Path, step: str, tell: Tell) -> ChunkTable:
+    async def _pack(self, blob: str, target: Path, step: str, tell: Tell) -> ChunkTable:
+        """Raises ImageNotFound where the blob isn't here whole, ImageError where it is broken, NoCapacity."""
+        source = self._local.path(blob)
         loop = asyncio.get_running_loop()
         packing = step.replace("sending", "packing", 1)
         told = 0
@@ -230,10 +233,13 @@ class Publisher:
                     loop.call_soon_threadsafe(tell, ImportLine(step=packing, done_bytes=done, total_bytes=size))
 
             self._local.check_room(size)
-            return pack(source, target, chunk_bytes=self.chunk_bytes, progress=progress)
+            return pack(source, target, chunk_bytes=self.chunk_bytes, progress=progress, sha256=hex_of(blob))
 
-        with full_disk_told():
-            return await in_pieces(pack_checked)
+        try:
+            with full_disk_told():
+                return await in_pieces(pack_checked)
+        except FileNotFoundError:
+            raise _not_whole(blob) from None
 
     async def _claim(self, blob: str) -> bool:
         """Whether this node may send the blob now."""
