@@ -116,8 +116,8 @@ class DSecClient:
         capacity is tried again as often as the server proposes. Cancelled, it takes back what it has made, unless that has a key of
         yours.
 
-        Raises InvalidArgument, ImageNotFound, ImageError (its layers can't be used), QuotaExceeded, NoCapacity (its ``reason`` says what is
-        short), Unsupported (backend, ``network="bridged"``), SandboxGone and SandboxFailed (it was stopped or broke before it was ready),
+        Raises InvalidArgument, ImageNotFound, ImageError (its layers can't be used), NoCapacity (its ``reason`` says what is short),
+        Unsupported (backend, ``network="bridged"``), SandboxGone and SandboxFailed (it was stopped or broke before it was ready),
         and PermissionDenied, FileNotFound or FileError with ``errno`` where its ``workdir`` can't be made. With an
         ``args.idempotency_key`` also Conflict (the key was used with other arguments), SandboxGone and SandboxFailed (the key's sandbox has
         ended): these stay, so another try takes another key.

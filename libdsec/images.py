@@ -204,8 +204,19 @@ class Images:
         """
         return await self._told("pull", {"reference": reference, "whole": "true" if whole else "false"}, _teller(progress, told))
 
-    async def _told(self, verb: str, query: dict[str, str], tell: Told) -> ImageInfo:
-        return await _outcome(self._transport.lines("POST", self._transport.at(f"/v1/images/{verb}", query), _import_line), tell)
+    async def tag(self, reference: str, name: str, *, progress: Progress | None = None, told: Told | None = None) -> ImageInfo:
+        """Make what ``reference`` means now the next version of ``name``, which may be its own: so a name leads back to an earlier version.
+        Nothing is copied, and the digest stays. ``progress`` and ``told`` as for :meth:`import_`.
+
+        Raises ImageNotFound, InvalidArgument for a name that can't be, PermissionDenied for one of another project; where the server shares
+        a store also what :meth:`push` raises. Calling it again after success makes another version.
+        """
+        headers = {"Idempotency-Key": secrets.token_hex(12)}
+        return await self._told("tag", {"reference": reference, "name": name}, _teller(progress, told), headers)
+
+    async def _told(self, verb: str, query: dict[str, str], tell: Told, headers: Mapping[str, str] | None = None) -> ImageInfo:
+        url = self._transport.at(f"/v1/images/{verb}", query)
+        return await _outcome(self._transport.lines("POST", url, _import_line, headers=headers), tell)
 
     async def stats(self, reference: str) -> ImageReads:
         """What sandboxes have read of an image on the server's node: how much of it, and where it came from. What is read of data that

@@ -17,5 +17,5 @@ class Nodes:
         self._transport = transport
 
     async def list(self) -> builtins.list[NodeInfo]:
-        """Every node: its machine, its load, its sandboxes by state. Raises PermissionDenied. Safe to repeat."""
+        """Every node: its machine, its load, its sandboxes by state. Any key may ask. Safe to repeat."""
         return await self._transport.call("GET", self._transport.at("/v1/nodes"), _nodes)

@@ -214,8 +214,8 @@ class DSecClient:
         capacity is tried again as often as the server proposes. Cancelled, it takes back what it has made, unless that has a key of
         yours.
 
-        Raises InvalidArgument, ImageNotFound, ImageError (its layers can't be used), QuotaExceeded, NoCapacity (its ``reason`` says what is
-        short), Unsupported (backend, ``network="bridged"``), SandboxGone and SandboxFailed (it was stopped or broke before it was ready),
+        Raises InvalidArgument, ImageNotFound, ImageError (its layers can't be used), NoCapacity (its ``reason`` says what is short),
+        Unsupported (backend, ``network="bridged"``), SandboxGone and SandboxFailed (it was stopped or broke before it was ready),
         and PermissionDenied, FileNotFound or FileError with ``errno`` where its ``workdir`` can't be made. With an
         ``args.idempotency_key`` also Conflict (the key was used with other arguments), SandboxGone and SandboxFailed (the key's sandbox has
         ended): these stay, so another try takes another key.
@@ -1026,6 +1026,15 @@ class Images:
         """
         return run(self._async.pull(reference, whole=whole, progress=progress, told=told))
 
+    def tag(self, reference: str, name: str, *, progress: Progress | None = None, told: Told | None = None) -> ImageInfo:
+        """Make what ``reference`` means now the next version of ``name``, which may be its own: so a name leads back to an earlier version.
+        Nothing is copied, and the digest stays. ``progress`` and ``told`` as for :meth:`import_`.
+
+        Raises ImageNotFound, InvalidArgument for a name that can't be, PermissionDenied for one of another project; where the server shares
+        a store also what :meth:`push` raises. Calling it again after success makes another version.
+        """
+        return run(self._async.tag(reference, name, progress=progress, told=told))
+
     def stats(self, reference: str) -> ImageReads:
         """What sandboxes have read of an image on the server's node: how much of it, and where it came from. What is read of data that
         is whole on the node isn't measured. Raises ImageNotFound, Unavailable. Safe to repeat."""
@@ -1105,5 +1114,5 @@ class Nodes:
         return cls(twin_of)
 
     def list(self) -> builtins.list[NodeInfo]:
-        """Every node: its machine, its load, its sandboxes by state. Raises PermissionDenied. Safe to repeat."""
+        """Every node: its machine, its load, its sandboxes by state. Any key may ask. Safe to repeat."""
         return run(self._async.list())

@@ -245,6 +245,13 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         "post",
+        "/v1/images/tag",
+        "Give what an image is another name; progress, then the image",
+        response=_lines(schema.ImportLine),
+        parameters=(Parameter("reference", required=True), Parameter("name", required=True), _KEY),
+    ),
+    Operation(
+        "post",
         "/v1/images/fsck",
         "Check the image store (admin); findings, then done",
         response=_lines(schema.FsckLine),

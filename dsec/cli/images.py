@@ -216,6 +216,25 @@ def _print_image(info: ImageInfo, *, as_json: bool) -> None:
 
 
 @app.command()
+def tag(
+    name: Name,
+    new: Annotated[str, typer.Argument(help="The name that it gets; the same name again makes its next version.")],
+    as_json: AsJson = False,
+) -> None:
+    """Give an image another name, or make an earlier version the newest of its own. Nothing is copied.
+
+    Example: dsec image tag python:3.11@2 python:stable
+    """
+
+    async def run(client: DSecClient) -> None:
+        with transferring(f"tagging {name}") as tell:
+            info = await client.images.tag(name, new, told=tell)
+        _print_image(info, as_json=as_json)
+
+    with_client(run)
+
+
+@app.command()
 def stats(name: Name, as_json: AsJson = False) -> None:
     """Show how much of an image sandboxes have ever read on this node, and where it came from.
 

@@ -128,10 +128,11 @@ class Catalog:
                 return versions[max(versions)] if versions else None
             case ByName(name, version) if version is not None:
                 return self._versions.get(name, {}).get(version)
-            case ByDigest(digest):
-                # The name beside a digest says where to look for it, not which of the images that have it.
-                entries = self._by_digest.get(digest)
-                return entries[-1] if entries else None
+            case ByDigest(digest, name):
+                # Other names may have it too. One beside the digest says where to look for it, and doesn't exclude them.
+                entries = self._by_digest.get(digest, [])
+                named = [entry for entry in entries if entry.info.name == name]
+                return next(reversed(named or entries), None)
         return None
 
     def versions(self, name: str) -> list[Entry]:

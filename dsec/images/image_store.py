@@ -10,12 +10,12 @@ from pathlib import Path
 from starlette.routing import BaseRoute
 
 from dsec.images.blobs import BlobDirectory, digest_of, hex_of
-from dsec.images.catalog import Caller, Catalog, Entry
+from dsec.images.catalog import Caller, Catalog, Entry, digests
 from dsec.images.checking import Checker, Found
 from dsec.images.converter import Converter
 from dsec.images.differences import Placed, changes, tree
 from dsec.images.environments import Environment, compose
-from dsec.images.importing import Importer, ImportRequest, RegistrySource, Tell
+from dsec.images.importing import Importer, ImportRequest, RegistrySource, Tell, draft
 from dsec.images.leases import HOLD_S
 from dsec.images.limits import ImportLimits
 from dsec.images.names import ByName, exact, parse_reference
@@ -80,7 +80,9 @@ class ImageStore:
         self._collecting = asyncio.Lock()
         self._environments: dict[tuple[str, str | None, tuple[str, ...]], Environment] = {}
         self._pinned_digests: dict[str, int] = {}
-        self.packing = Packing(self._catalog, self._blobs, made_by, self._importer.pins, self.limits, changed=self._note_packed)
+        self.packing = Packing(
+            self._catalog, self._blobs, made_by, self._puller, self._importer.pins, self.limits, changed=self._note_packed
+        )
 
     async def open(self) -> None:
         """Loads the catalog and removes what a crash left: half-made files, and blobs that no image names. Raises OSError, and what the
@@ -228,26 +230,40 @@ class ImageStore:
         Raises ImageError, NoCapacity, PermissionDenied; then nothing of it stays. Raises Unavailable when the shared store can't be
         reached; if the image was made by then, it is pushed as soon as that can be.
         """
-        return await self._import(request, self._importer.run(request, body, tell), tell)
+        return await self._made(request.name, request.caller, self._importer.run(request, body, tell), tell)
 
     async def import_registry(self, request: ImportRequest, source: RegistrySource, tell: Tell) -> ImageInfo:
         """Imports an image from a registry, which the caller may name. Raises what :meth:`import_archive` raises, ImageNotFound,
         Unavailable; then what was fetched of it stays for a day, for the next attempt."""
-        return await self._import(request, self._importer.run_registry(request, source, tell), tell)
+        return await self._made(request.name, request.caller, self._importer.run_registry(request, source, tell), tell)
 
-    async def _import(self, request: ImportRequest, importing: Coroutine[None, None, ImageInfo], tell: Tell) -> ImageInfo:
+    async def tag(self, reference: str, name: str, caller: Caller, idempotency_key: str | None, tell: Tell) -> ImageInfo:
+        """Makes what an image is the next version of another name, or of its own again: nothing is copied, and the digest is the same.
+
+        Raises ImageNotFound (also for what another project packed from a sandbox), PermissionDenied, and what :meth:`push` raises.
+        """
+        info = await self._readable(reference, caller)
+        with self._pinned({hex_of(digest) for layer in info.layers for digest in digests(layer)}):
+            adding = self._catalog.add(draft(name, info.kind, info.layers, info.config), caller, idempotency_key)
+            tagged = await self._made(name, caller, adding, tell)
+        if self._sharing is not None:
+            await self._sharing.let_go()
+        return tagged
+
+    async def _made(self, name: str, caller: Caller, making: Coroutine[None, None, ImageInfo], tell: Tell) -> ImageInfo:
+        """What ``making`` makes under ``name``, pushed where a store is shared."""
         try:
             if self._sharing is not None:
-                await self._sharing.check_owner(request.name, request.caller)
+                await self._sharing.check_owner(name, caller)
         except BaseException:
-            importing.close()
+            making.close()
             raise
-        image = await importing
+        image = await making
         self._environments.clear()
         if self._sharing is None:
             return image
         try:
-            return await self.push(exact(image.name, image.version), request.caller, tell)
+            return await self.push(exact(image.name, image.version), caller, tell)
         except Unavailable as error:
             message = f"{exact(image.name, image.version)} is made on this node, but not yet in the shared store; that is tried again"
             raise Unavailable(f"{message}: {error.message}") from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from dsec.images.blobs import BlobDirectory, full_disk_told
 from dsec.images.catalog import Caller, Catalog
@@ -16,14 +17,18 @@ from dsec.images.environments import LOWER_LAYERS_MAX, Environment
 from dsec.images.importing import Pins, draft
 from dsec.images.limits import ImportLimits
 from dsec.images.names import check_name
+from dsec.images.pulling import Puller
 from dsec.images.threads import to_end
-from libdsec.errors import ImageError
+from libdsec.errors import ImageError, NoCapacity, Unavailable
 from libdsec.schema import ImageInfo, LayerInfo
 
 DIFF_LAYERS_MAX = 8
 """Layers of an image that were packed from sandboxes: beyond it neighbours are made to one. Each costs every sandbox's start a mount,
 and every look-up of a path a directory more."""
+FETCHED_MAX = 4 << 30
+"""Bytes of diffs that are fetched so that they can be merged, where those that are on the node aren't enough."""
 
+_log = structlog.get_logger("dsec.images")
 _report = msgspec.json.Decoder(Report)
 
 
@@ -52,13 +57,22 @@ class Packing:
     """Takes packed layers into the store."""
 
     def __init__(
-        self, catalog: Catalog, blobs: BlobDirectory, converter: Converter, pins: Pins, limits: ImportLimits, *, changed: Callable[[], None]
+        self,
+        catalog: Catalog,
+        blobs: BlobDirectory,
+        converter: Converter,
+        puller: Puller,
+        pins: Pins,
+        limits: ImportLimits,
+        *,
+        changed: Callable[[], None],
     ) -> None:
         """``changed`` is called when an image was made, so that a name means another one than before."""
         self.limits = limits
         self._catalog = catalog
         self._blobs = blobs
         self._converter = converter
+        self._puller = puller
         self._pins = pins
         self._changed = changed
         # Merging keeps a core busy.
@@ -116,9 +130,11 @@ class Packing:
     async def _shorten(
         self, layers: list[LayerInfo], pin: Callable[[LayerInfo], None], tell: Callable[[str], None]
     ) -> tuple[list[LayerInfo], int]:
-        """The layers (lowest first) with at most :data:`DIFF_LAYERS_MAX` diffs among them, if neighbours lie whole on this node; and how
-        many became one."""
+        """The layers (lowest first) with at most :data:`DIFF_LAYERS_MAX` diffs among them, if enough neighbours are whole on this node or
+        can be had; and how many became one."""
         span = to_merge(layers, self._is_whole)
+        if still_many(layers, span):
+            span = await self._fetched(layers, tell) or span
         if span is None:
             return layers, 0
         merged = layers[span]
@@ -132,8 +148,33 @@ class Packing:
             await to_end(lambda: self._blobs.remove_workspace(workspace))
         return [*layers[: span.start], msgspec.structs.replace(one, diff=True), *layers[span.stop :]], len(merged)
 
+    async def _fetched(self, layers: Sequence[LayerInfo], tell: Callable[[str], None]) -> slice | None:
+        """Which layers shall become one when those may be fetched that aren't here: they are here when this returns. None: they are too
+        large, or can't be had now, and the next pack tries again."""
+        span = to_merge(layers, lambda layer: True)
+        if span is None:
+            return None
+        missing = [layer for layer in layers[span] if not self._is_whole(layer)]
+        size = sum(layer.blob_bytes for layer in missing)
+        if size > FETCHED_MAX:
+            return None
+        tell(f"fetching {len(missing)} layers to merge, {size >> 20} MB")
+        try:
+            for layer in missing:
+                await self._puller.whole(layer, lambda count: None)
+        except (Unavailable, ImageError, NoCapacity) as error:
+            _log.warning("diffs stay as many as they are, for some can't be fetched", error=error.message)
+            return None
+        return span
+
     def _is_whole(self, layer: LayerInfo) -> bool:
         return all(self._blobs.has(digest) for digest in (layer.digest, layer.blob) if digest is not None)
+
+
+def still_many(layers: Sequence[LayerInfo], span: slice | None) -> bool:
+    """Whether there are too many diffs also when ``span`` of them became one."""
+    gone = 0 if span is None else span.stop - span.start - 1
+    return sum(layer.diff for layer in layers) - gone > DIFF_LAYERS_MAX
 
 
 def to_merge(layers: Sequence[LayerInfo], whole: Callable[[LayerInfo], bool]) -> slice | None:

@@ -63,6 +63,7 @@ class ImageRoutes:
             Route("/v1/images/gc", self._collect, methods=["POST"]),
             Route("/v1/images/push", self._push, methods=["POST"]),
             Route("/v1/images/pull", self._pull, methods=["POST"]),
+            Route("/v1/images/tag", self._tag, methods=["POST"]),
             Route("/v1/images/fsck", self._fsck, methods=["POST"]),
             Route("/v1/image-stats", self._stats, methods=["GET"]),
             Route("/v1/image-diff", self._diff, methods=["GET"]),
@@ -103,6 +104,15 @@ class ImageRoutes:
             return ImportLine(image=await self._images.pull(reference, whole, tell))
 
         return _LinesResponse(pull, ImportLine)
+
+    async def _tag(self, request: Request) -> Response:
+        reference, caller = _reference(request), _caller(request)
+        name, key = check_name(request.query_params.get("name", "")), _idempotency_key(request, caller)
+
+        async def tag(tell: Tell) -> ImportLine:
+            return ImportLine(image=await self._images.tag(reference, name, caller, key, tell))
+
+        return _LinesResponse(tag, ImportLine)
 
     async def _fsck(self, request: Request) -> Response:
         if not _caller(request).admin:

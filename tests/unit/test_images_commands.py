@@ -89,6 +89,8 @@ async def test_an_image_is_imported_here_and_pulled_there(a: Served, b: Served, 
     assert made["layers"][0]["blob"][7:] in b.node.blobs()
     assert (await a.dsec("image", "push", "team/x:1")).startswith("team/x:1@1 base")
     assert "no image" in await b.dsec("image", "pull", "nothing", code=1)
+    assert (await b.dsec("image", "tag", "team/x:1@1", "team/x:stable")).startswith("team/x:stable@1 base")
+    assert json.loads(await a.dsec("image", "show", "team/x:stable"))["digest"] == made["digest"]
 
 
 @dataclass

@@ -217,6 +217,41 @@ async def test_the_same_idempotency_key_makes_one_version(server: Server) -> Non
     assert versions == [1, 1]
 
 
+async def test_a_tag_is_another_name_of_the_same_content(client: DSecClient, server: Server, tree: Path) -> None:
+    first = await client.images.import_(tree, name="python:3.11")
+    (tree / "newer").write_text("newer")
+    second = await client.images.import_(tree, name="python:3.11")
+    before = server.files()
+    stable = await client.images.tag("python:3.11@1", "python:stable")
+    assert (stable.name, stable.version, stable.digest, stable.layers) == ("python:stable", 1, first.digest, first.layers)
+    # The way back: what was the first version is the newest one again.
+    back = await client.images.tag("python:3.11@1", "python:3.11")
+    assert (back.version, back.digest) == (3, first.digest)
+    assert (await client.images.get("python:3.11")).digest == first.digest != second.digest
+    assert (await client.images.get(f"python:stable@{first.digest}")).name == "python:stable"
+    assert server.files() == before
+    await client.images.remove("python:3.11")
+    server.admin = True
+    await client.images.gc()
+    assert (await client.images.get("python:stable")).digest == first.digest
+    assert set(server.files()) == {digest.removeprefix("sha256:") for layer in first.layers for digest in (layer.digest, layer.blob)}
+
+
+async def test_a_tag_keeps_to_the_rules_of_names(client: DSecClient, server: Server, tree: Path) -> None:
+    await client.images.import_(tree, name="x")
+    with pytest.raises(InvalidArgument):
+        await client.images.tag("x", "y@1")
+    with pytest.raises(ImageNotFound):
+        await client.images.tag("nothing", "y")
+    server.project = "theirs"
+    with pytest.raises(PermissionDenied):
+        await client.images.tag("x", "x")
+    assert (await client.images.tag("x", "mine")).version == 1
+    server.project = "others"
+    with pytest.raises(PermissionDenied):
+        await client.images.tag("x", "mine")
+
+
 async def test_another_project_can_neither_take_a_name_nor_remove_it(client: DSecClient, server: Server, tree: Path) -> None:
     await client.images.import_(tree, name="x")
     server.project = "theirs"

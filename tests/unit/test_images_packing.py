@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsec.edge.leftovers import GLOBS_MAX, LEFTOVERS, Exclusion
-from dsec.images.packing import DIFF_LAYERS_MAX, to_merge
+from dsec.images.packing import DIFF_LAYERS_MAX, still_many, to_merge
 from libdsec.errors import InvalidArgument
 from libdsec.schema import LayerInfo, Leftover
 
@@ -41,6 +41,15 @@ def test_only_neighbours_become_one() -> None:
 def test_layers_that_are_not_here_are_left_alone() -> None:
     assert merged("bddddcddddd") == (6, 11)
     assert merged("b" + "dc" * 5) is None
+
+
+def test_what_is_here_may_not_be_enough() -> None:
+    chain = layers("bddddcddddd")
+    assert not still_many(chain, to_merge(chain, lambda layer: layer.blob != "cold")), "five became one, so six are left"
+    scattered = layers("b" + "dc" * 5)
+    assert still_many(scattered, None)
+    assert not still_many(scattered, to_merge(scattered, lambda layer: True))
+    assert not still_many(layers("bdd"), None)
 
 
 def test_a_glob_of_homes_is_told_as_it_was_given() -> None:

@@ -8,11 +8,13 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zstandard
 from edge_fakes import eventually
 from sqlalchemy import text
 
@@ -23,11 +25,12 @@ from dsec.images.chunks import ChunkTable
 from dsec.images.converter import Report
 from dsec.images.leases import Lease
 from dsec.images.names import locked
-from dsec.images.packing import PackedLayer
+from dsec.images.packing import DIFF_LAYERS_MAX, PackedLayer
 from dsec.images.shared import DirectoryBlobs, open_blobs
-from dsec.images.shared_catalog import manifest_key, name_key
+from dsec.images.shared_catalog import Manifest, manifest_key, name_key
 from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
-from libdsec.schema import ImageInfo, ImportLine
+from libdsec.schema import ImageFinding, ImageInfo, ImportLine
+from tests.unit.images_archives import member, tar
 from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
 from tests.unit.seaweed import Seaweed, seaweed
 
@@ -125,6 +128,25 @@ async def test_packing_and_sending_tell_how_much_there_is(a: Node) -> None:
     assert packed == {made.layers[0].blob_bytes}
     [stored] = {line.total_bytes for line in sent}
     assert stored is not None and sent[0].done_bytes == 0 and (8 << 20) < sent[-1].done_bytes <= stored < made.layers[0].blob_bytes
+
+
+async def test_a_tag_made_where_the_data_is_not_is_found_everywhere(a: Node, b: Node, url: str) -> None:
+    made = await a.load("x", {"data": content(12, 1 << 20)})
+    before = layers_in(objects(url))
+    tagged = await b.images.tag("x", "y", ADMIN, None, quiet)
+    assert tagged.digest == made.digest and layers_in(objects(url)) == before
+    await a.images.remove("x", ADMIN)
+    age(url)
+    await a.images.collect_garbage()
+    assert layers_in(objects(url)) == before
+    assert await start_on(a, "y") == [True]
+
+
+async def test_what_another_project_packed_gets_no_other_name(a: Node) -> None:
+    await a.load("base", {"data": b"1"})
+    await pack_on(a, "base", "secret", 13)
+    with pytest.raises(ImageNotFound):
+        await a.images.tag("secret", "mine", Caller(project="theirs", admin=False), None, quiet)
 
 
 async def test_versions_are_unique_among_nodes(a: Node, b: Node) -> None:
@@ -373,6 +395,76 @@ async def test_a_forged_object_is_refused_not_used(a: Node, b: Node, url: str) -
     assert await start_on(b, "x") == [False]
 
 
+def republish(url: str, made: ImageInfo, meta: bytes, **says: object) -> None:
+    """Puts other metadata under the only layer of an image, as somebody would who can write the store: every digest fits."""
+    [layer] = made.layers
+    digest = hashlib.sha256(meta).hexdigest()
+    Path(url, "metas", f"{digest}.zst").write_bytes(zstandard.compress(meta))
+    other = msgspec.structs.replace(layer, **({"digest": f"sha256:{digest}", "meta_bytes": len(meta)} | says))
+    path = Path(url, manifest_key(made.name, made.version))
+    manifest = msgspec.structs.replace(msgspec.json.decode(path.read_bytes(), type=Manifest), layers=(other,))
+    path.write_bytes(msgspec.json.encode(manifest))
+
+
+def other_owner(meta: bytearray) -> None:
+    meta[1280 + 24] ^= 1
+
+
+def compressed(meta: bytearray) -> None:
+    meta[1024 + 80] |= 1
+
+
+def longer(meta: bytearray) -> None:
+    meta += bytes(4096)
+
+
+@pytest.mark.parametrize("forge", [other_owner, compressed, longer])
+async def test_metadata_that_no_converter_has_written_does_not_come_here(
+    forge: Callable[[bytearray], None], a: Node, b: Node, url: str
+) -> None:
+    made = await a.load("x", {"data": content(9, 1 << 20)})
+    meta = bytearray((a.root / "images/blobs" / hex_of(made.layers[0].digest)).read_bytes())
+    forge(meta)
+    republish(url, made, bytes(meta))
+    with pytest.raises(ImageError, match="not a layer of ours"):
+        await start_on(b, "x")
+    assert not b.blobs()
+    assert not list((b.root / "images/tmp").iterdir())
+    findings: list[ImageFinding] = []
+    await b.images.fsck(findings.append, deep=True, repair=False)
+    assert [(finding.problem, "not a layer of ours" in finding.detail) for finding in findings if finding.object.startswith("metas/")] == [
+        ("corrupt", True)
+    ]
+
+
+@pytest.mark.parametrize("says", [{"blob_bytes": 8192}, {"extra_ids": ()}, {"blob": None, "index": None, "blob_bytes": 0}])
+async def test_a_manifest_that_says_something_else_of_a_layer_than_its_metadata_is_refused(
+    says: dict[str, object], a: Node, b: Node, url: str
+) -> None:
+    made = await a.load_tar("x", tar([(member("data", uid=70_000), content(10, 1 << 20))]))
+    meta = (a.root / "images/blobs" / hex_of(made.layers[0].digest)).read_bytes()
+    republish(url, made, meta, **says)
+    with pytest.raises(ImageError, match="something else"):
+        await start_on(b, "x")
+    assert not b.blobs()
+
+
+@pytest.mark.parametrize("part", ["meta", "data"])
+async def test_what_is_broken_here_is_not_sent(part: str, tmp_path: Path, url: str, b: Node) -> None:
+    async with node(tmp_path / "a", None) as alone:
+        [layer] = (await alone.load("x", {"data": content(11, 1 << 20)})).layers
+    broken = tmp_path / "a/images/blobs" / hex_of(layer.digest if part == "meta" else layer.blob or "")
+    broken.chmod(0o644)
+    with broken.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff")
+    async with node(tmp_path / "a", url) as a:
+        with pytest.raises(ImageError, match="broken"):
+            await a.images.push("x", ADMIN, quiet)
+    with pytest.raises(ImageNotFound):
+        await b.images.find("x")
+
+
 async def test_a_pull_that_broke_off_goes_on_where_it_was(tmp_path: Path, a: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsec.images.pulling.RANGE_BYTES", 1 << 20)
     monkeypatch.setattr("dsec.images.pulling.RANGES_AT_ONCE", 1)
@@ -432,6 +524,29 @@ async def pack_on(at: Node, base: str, name: str, seed: int) -> ImageInfo:
     )
     packed = PackedLayer(report=report, directory=workspace, base=at.images.resolve(base, None, ()))
     return (await at.images.packing.store(packed, name, {}, ADMIN, None, quiet)).image
+
+
+async def test_a_chain_that_was_packed_on_another_node_is_merged_all_the_same(a: Node, b: Node) -> None:
+    await a.load("base", {"data": content(42, 1 << 20)})
+    tip = "base"
+    for number in range(DIFF_LAYERS_MAX):
+        tip = (await pack_on(a, tip, f"step{number}", number)).name
+    await a.images.push(tip, ADMIN, quiet)
+    assert await start_on(b, tip) == [True] * (DIFF_LAYERS_MAX + 1)
+    made = await pack_on(b, tip, "long", 43)
+    assert [layer.diff for layer in made.layers] == [False, True]
+    assert not b.images._puller.here(made.layers[:1]), "what isn't merged isn't fetched"
+
+
+async def test_a_chain_that_cannot_be_fetched_stays_as_long_as_it_is(a: Node, b: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsec.images.packing.FETCHED_MAX", (DIFF_LAYERS_MAX << 20) - 1)
+    await a.load("base", {"data": content(42, 1 << 20)})
+    tip = "base"
+    for number in range(DIFF_LAYERS_MAX):
+        tip = (await pack_on(a, tip, f"step{number}", number)).name
+    await a.images.push(tip, ADMIN, quiet)
+    await start_on(b, tip)
+    assert sum(layer.diff for layer in (await pack_on(b, tip, "long", 43)).layers) == DIFF_LAYERS_MAX + 1
 
 
 async def test_a_packed_image_is_pushed_at_once(a: Node, b: Node, url: str) -> None:
