@@ -30,10 +30,12 @@ from dsec.api.errors import ErrorBoundary
 from dsec.api.keys import Keys
 from dsec.api.listener import Listener, bind, bound_at, is_loopback, origin
 from dsec.edge import Edge, EdgeConfig
+from dsec.edge.journal import JournalError
 from dsec.images import ImageStore, RegistryPolicy
 from dsec.images.retiring import CACHE_BYTES
 from dsec.images.shared import open_blobs
 from dsec.store import Store
+from libdsec.errors import DSecError
 
 READY_FILE = "ready"
 
@@ -87,7 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _configure_logs()
     _raise_descriptor_limit()
     os.umask(0o077)
-    uvloop.run(serve(config))
+    try:
+        uvloop.run(serve(config))
+    except (DSecError, JournalError, OSError) as error:
+        # Something of this machine that whoever starts the service can mend: how we came to it is of no use to them.
+        print(f"dsec.serve: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

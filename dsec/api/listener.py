@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,9 +147,9 @@ def bind(host: str, port: int) -> socket.socket:
         # A client whose host vanished must end: a create counts what it was told, and whoever follows output holds a stream.
         keep_alive(bound)
         bound.bind((host, port))
-    except OSError:
+    except OSError as error:
         bound.close()
-        raise
+        raise OSError(error.errno, f"can't listen at {host}, port {port}: {os.strerror(error.errno or 0)}") from error
     # Buffer sizes are left to the kernel, which grows them by need: a fixed size would switch that off, and 3,200 idle connections would
     # hold it.
     bound.setblocking(False)

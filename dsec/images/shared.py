@@ -350,6 +350,8 @@ class DirectoryBlobs(ObjectBlobs):
         try:
             root.mkdir(parents=True, exist_ok=True)
             super().__init__(str(root), LocalStore(root))
+            if not os.access(root, os.W_OK | os.X_OK):
+                raise PermissionError(f"the service runs with the uid {os.getuid()}, which may not write there")
         except (OSError, BaseError) as error:
             raise InvalidArgument(f"the store {root} can't be opened: {str(error).partition(chr(10))[0]}", field="store") from error
         self._root = root

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,9 +32,12 @@ class Place:
         command = [sys.executable, "-m", "dsec.cli", *words]
         return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
-    def up(self) -> dict[str, str]:
+    def try_up(self, *words: str) -> subprocess.CompletedProcess[str]:
         places = ["--state-dir", str(self.home / "state"), "--run-dir", str(self.run), "--cgroup", self.cgroup]
-        done = self.dsec("up", "--detach", "--json", "--port", "0", "--scratch-mb", "512", *places)
+        return self.dsec("up", "--detach", "--json", "--port", "0", "--scratch-mb", "512", *places, *words)
+
+    def up(self) -> dict[str, str]:
+        done = self.try_up()
         assert done.returncode == 0, done.stderr
         told: dict[str, str] = json.loads(done.stdout)
         return told
@@ -127,6 +131,22 @@ def test_any_user_reaches_the_socket_and_nobody_is_let_in_without_a_key(places: 
     place.down()
     assert not Path(told["socket"]).exists()
     assert place.up()["socket"] == told["socket"]
+
+
+def test_what_keeps_the_service_from_starting_is_told_in_words(places: list[Place]) -> None:
+    place = places[0]
+    store = place.home / "store"
+    store.mkdir(mode=0o755)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, complaint in (
+            (("--store", str(store)), "may not write there"),
+            (("--port", str(port)), f"can't listen at 127.0.0.1, port {port}: Address already in use"),
+        ):
+            done = place.try_up(*words)
+            assert done.returncode == 1
+            assert complaint in done.stderr and "Traceback" not in done.stderr, done.stderr
+            assert place.left() == []
 
 
 def test_two_instances_live_side_by_side(places: list[Place]) -> None:
