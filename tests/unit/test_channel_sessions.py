@@ -108,6 +108,42 @@ async def test_a_timeout_kills_the_session_with_its_children(chronus: ChronusPro
     assert (await shell("echo new")).session_restarted
 
 
+async def test_a_timeout_counts_the_wait_for_the_session(channel: Channel, shell: Session, tmp_path: Path) -> None:
+    running = asyncio.ensure_future(shell(f"while ! [ -e {tmp_path}/go ]; do sleep 0.01; done; x=kept; echo $x"))
+    await asyncio.sleep(0)
+    waiting = await shell(f": > {tmp_path}/never", timeout_ms=100)
+    assert (waiting.timed_out, waiting.exit_code, waiting.stdout) == (True, 137, b"")
+    assert not running.done()
+    (tmp_path / "go").touch()
+    assert (await running).stdout == b"kept\n"
+    after = await shell("echo $x", timeout_ms=10_000)
+    assert (after.stdout, after.session_restarted) == (b"kept\n", False)
+    assert not (tmp_path / "never").exists()
+
+
+async def test_a_shell_that_executes_nothing_any_more_is_replaced_after_a_timeout(shell: Session) -> None:
+    # The shell doesn't even tell the exit code of this call: the later ones queue behind it.
+    stuck, waiting = await asyncio.gather(shell("set -o noexec", timeout_ms=300), shell("echo never", timeout_ms=100))
+    assert (stuck.timed_out, waiting.timed_out) == (True, True)
+    after = await shell("echo back")
+    assert (after.stdout, after.session_restarted) == (b"back\n", True)
+
+
+async def test_a_call_that_was_cancelled_before_its_turn_is_not_carried_out(channel: Channel, shell: Session, tmp_path: Path) -> None:
+    running = asyncio.ensure_future(shell(f"while ! [ -e {tmp_path}/go ]; do sleep 0.01; done"))
+    cancelled = [asyncio.ensure_future(shell(f": > {tmp_path}/never", exec_id=name)) for name in ("", "named")]
+    await asyncio.sleep(0)
+    await channel.list()
+    for call in cancelled:
+        call.cancel()
+    await asyncio.wait(cancelled)
+    assert "named" not in [entry.exec_id for entry in await channel.list()]
+    again = asyncio.ensure_future(shell("echo again", exec_id="named"))
+    (tmp_path / "go").touch()
+    assert [(await call).stdout for call in (running, again)] == [b"", b"again\n"]
+    assert not (tmp_path / "never").exists()
+
+
 async def test_calls_queue_first_come_first_served(shell: Session) -> None:
     results = await asyncio.gather(*(shell(f"n=$((${{n-0}} + 1)); echo {number} $n") for number in range(8)))
     assert [result.stdout for result in results] == [b"%d %d\n" % (number, number + 1) for number in range(8)]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from chronus_process import DEADLINE_S, MB, ChronusProcess, in_time, read_all, running_chronus, sh, until
 
-from dsec.edge.channel import MODE_STREAM, STDIN_STREAM, Channel, ChannelError, Stream
+from dsec.edge.channel import MODE_STREAM, STDIN_INLINE, STDIN_NONE, STDIN_STREAM, Channel, ChannelError, Stream
 
 
 @pytest.fixture
@@ -63,6 +63,55 @@ async def test_the_end_of_stdin_is_an_end_of_file_for_the_terminal(channel: Chan
     await stream.write_eof()
     stdout, _, exit = await read_all(stream)
     assert stdout.endswith(b"2\r\n") and exit.exit_code == 0
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"hello\n", b"one\ntwo", b"hello\x04", b"a\r"])
+async def test_what_a_terminal_is_given_ends_within_a_line_too(channel: Channel, data: bytes) -> None:
+    # The second cat would end by an end that is one too many.
+    script = "stty -echo; echo ready; cat; echo first; cat; echo second"
+    stream = await channel.start(sh(script, mode=MODE_STREAM, pty=(24, 80), stdin=STDIN_STREAM), follow=True)
+    await read_until(stream, b"ready\r\n")
+    await stream.write(data)
+    await stream.write_eof()
+    expected = data.replace(b"\x04", b"").replace(b"\r", b"\n").replace(b"\n", b"\r\n")
+    assert await read_until(stream, b"first\r\n") == expected + b"first\r\n"
+    await stream.write(b"more\n")
+    assert await read_until(stream, b"\n") == b"more\r\n"
+    await stream.write_eof()
+    stdout, _, exit = await read_all(stream)
+    assert (stdout, exit.exit_code) == (b"second\r\n", 0)
+
+
+@pytest.mark.parametrize("data", [b"hello", b"hello\n"])
+async def test_inline_input_of_a_terminal_ends(channel: Channel, data: bytes) -> None:
+    result = await in_time(channel.run(sh("cat; echo end", pty=(24, 80), stdin=STDIN_INLINE, stdin_data=data)))
+    assert result.exit_code == 0 and result.stdout.count(b"hello") == 2 and result.stdout.endswith(b"end\r\n")
+
+
+async def test_a_terminal_without_input_is_at_its_end(channel: Channel) -> None:
+    result = await in_time(channel.run(sh("cat; echo end", pty=(24, 80), stdin=STDIN_NONE)))
+    assert (result.exit_code, result.stdout) == (0, b"end\r\n")
+
+
+async def test_a_terminal_in_raw_mode_gets_one_byte_at_the_end(channel: Channel) -> None:
+    script = "stty raw -echo; echo ready; head -c 6 | od -An -c; timeout 0.2 cat | od -An -c"
+    stream = await channel.start(sh(script, mode=MODE_STREAM, pty=(24, 80), stdin=STDIN_STREAM), follow=True)
+    await read_until(stream, b"ready\n")
+    await stream.write(b"hello")
+    await stream.write_eof()
+    stdout, _, _ = await read_all(stream)
+    assert stdout.split() == [b"h", b"e", b"l", b"l", b"o", b"004"]
+
+
+async def test_the_end_waits_for_a_terminal_that_is_full(channel: Channel) -> None:
+    data = b"x" * 63 + b"\n"
+    script = "stty -echo; echo ready; read -r go; sleep 0.2; wc -c"
+    stream = await channel.start(sh(script, mode=MODE_STREAM, pty=(24, 80), stdin=STDIN_STREAM), follow=True)
+    await read_until(stream, b"ready\r\n")
+    await stream.write(b"go\n" + data * 4096 + b"rest")
+    await stream.write_eof()
+    stdout, _, exit = await read_all(stream)
+    assert (int(stdout), exit.exit_code) == (64 * 4096 + 4, 0)
 
 
 async def test_output_written_right_before_the_end_is_not_lost(channel: Channel) -> None:

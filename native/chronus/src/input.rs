@@ -5,12 +5,17 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 use crate::kernel;
+use crate::pty;
 
 /// A pipe is enlarged once this much went through it.
 const BUSY_BYTES: u64 = 256 << 10;
 const BUSY_PIPE: usize = 1 << 20;
-/// End of file for a terminal: the line discipline's default VEOF.
-const TERMINAL_EOF: &[u8] = b"\x04";
+/// The line discipline's default VEOF: hands what there is of a line to the reader, and so means the end where there is nothing.
+const TERMINAL_EOF: u8 = 4;
+/// Behind these bytes a line is empty with the line discipline's defaults: newline, the return that becomes one, VEOF, VINTR, VQUIT, VSUSP and VKILL.
+const LINE_ENDS: &[u8] = b"\n\r\x04\x03\x1c\x1a\x15";
+/// The stream of bytes that nobody sent.
+const NO_STREAM: u32 = 0;
 
 /// Bytes from one stream that the descriptor didn't take yet.
 struct Pending {
@@ -36,6 +41,8 @@ pub struct Input {
     kind: Option<Kind>,
     queue: VecDeque<Pending>,
     end_wanted: bool,
+    /// A terminal has been given the beginning of a line, which its reader doesn't see yet.
+    within_line: bool,
     passed: u64,
     enlarged: bool,
     /// Closed here, but the poller may still know it.
@@ -94,6 +101,7 @@ impl Input {
                     Err(error) if would_block(&error) => {}
                     Err(_) => self.close(),
                 }
+                self.follow_line(&data[..written]);
             }
         }
         if self.end_wanted || (self.fd.is_none() && !self.expected) {
@@ -117,6 +125,7 @@ impl Input {
         while let (Some(fd), Some(first)) = (self.fd(), self.queue.front_mut()) {
             match kernel::write(fd, &first.data[first.written..]) {
                 Ok(count) => {
+                    let last = first.data[..first.written + count].last().copied();
                     first.written += count;
                     let (stream, done) = (first.stream, first.written == first.data.len());
                     self.passed += count as u64;
@@ -124,6 +133,7 @@ impl Input {
                     if done {
                         self.queue.pop_front();
                     }
+                    self.follow_line(last.as_slice());
                 }
                 Err(error) if would_block(&error) => break,
                 Err(_) => {
@@ -169,8 +179,9 @@ impl Input {
         match (self.kind, self.fd()) {
             (Some(Kind::Terminal), Some(fd)) => {
                 // A terminal has no end of file of its own: the character ends one read of its reader, and more input may follow.
-                let _full_terminal_has_no_reader = kernel::write(fd, TERMINAL_EOF);
+                let gathers = self.within_line && pty::gathers_lines(fd);
                 self.end_wanted = false;
+                self.offer(NO_STREAM, &[TERMINAL_EOF; 2][usize::from(!gathers)..]);
             }
             (Some(Kind::Socket), Some(fd)) => {
                 // SAFETY: half-closes a socket; the other half is read through another descriptor.
@@ -179,6 +190,14 @@ impl Input {
             }
             (_, Some(_)) => self.close(),
             (_, None) => {}
+        }
+    }
+
+    /// Keeps in mind whether what was written leaves a terminal within a line. In raw mode there are no lines: its reader has everything.
+    fn follow_line(&mut self, written: &[u8]) {
+        if let (Some(Kind::Terminal), Some(fd), Some(last)) = (self.kind, self.fd(), written.last())
+        {
+            self.within_line = !LINE_ENDS.contains(last) && pty::gathers_lines(fd);
         }
     }
 

@@ -45,6 +45,17 @@ pub fn resize(terminal: RawFd, rows: u16, cols: u16) -> io::Result<()> {
     check(unsafe { libc::ioctl(terminal, libc::TIOCSWINSZ, &size) }).map(drop)
 }
 
+/// Whether a terminal keeps what it is given until a line is complete (ICANON, termios(3)). The master answers for the other side.
+pub fn gathers_lines(terminal: RawFd) -> bool {
+    let mut modes = MaybeUninit::<libc::termios>::zeroed();
+    // SAFETY: tcgetattr fills in one termios; where it fails, what there is stays plain zeros.
+    let modes = unsafe {
+        libc::tcgetattr(terminal, modes.as_mut_ptr());
+        modes.assume_init()
+    };
+    modes.c_lflag & libc::ICANON != 0
+}
+
 /// A message of one byte that brings a descriptor along.
 fn send(socket: RawFd, fd: RawFd) -> io::Result<()> {
     let mut byte = [0_u8];

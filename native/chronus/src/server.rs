@@ -254,7 +254,7 @@ impl Chronus {
         command.timed_out = true;
         match command.origin {
             Origin::Process(process) => self.starter.kill(&process),
-            Origin::Call(session) => self.kill_session_shell(session),
+            Origin::Call(session) => self.time_out_call(session, id),
             Origin::Waiting => self.end_waiting(id, libc::SIGKILL),
             Origin::Tunnel | Origin::Nothing => {}
         }
@@ -535,6 +535,13 @@ impl Chronus {
             command
                 .subscribers
                 .retain(|subscriber| subscriber.stream != stream);
+            // Whoever wants a call that has not begun can ask for it again: it was never carried out.
+            if let (Origin::Call(session), true) = (command.origin, command.subscribers.is_empty())
+            {
+                if self.sessions.withdraw(session, id) {
+                    return self.forget(id);
+                }
+            }
         }
         self.abandon_if_unwanted(id);
     }

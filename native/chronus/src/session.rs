@@ -79,6 +79,16 @@ impl Sessions {
             .as_ref()
             .map(|shell| shell.process)
     }
+
+    /// Takes a call out of its session's queue; false where it isn't waiting there.
+    pub fn withdraw(&mut self, id: u64, call: u64) -> bool {
+        let Some(session) = self.table.get_mut(&id) else {
+            return false;
+        };
+        let waiting = session.queue.len();
+        session.queue.retain(|queued| queued.command != call);
+        session.queue.len() < waiting
+    }
 }
 
 fn idle_output() -> OutputBuffer {
@@ -135,6 +145,13 @@ impl Chronus {
         );
         command.kept = !command.exec_id.is_empty();
         command.origin = Origin::Call(session_id);
+        if request.timeout_ms > 0 {
+            // From here on: a caller waits no longer for its turn than for its command.
+            command.timeout = self.timers.set(
+                Duration::from_millis(request.timeout_ms),
+                Timer::CommandTimeout(id),
+            );
+        }
         self.adopt(command, Subscriber::whole(stream));
         if let Some(session) = self.sessions.table.get_mut(&session_id) {
             session.queue.push_back(Queued {
@@ -252,12 +269,6 @@ impl Chronus {
             .control
             .offer(0, &script(&call.request.command, &shell.nonce));
         shell.watch_control(id, &self.poller);
-        if call.request.timeout_ms > 0 {
-            command.timeout = self.timers.set(
-                Duration::from_millis(call.request.timeout_ms),
-                Timer::CommandTimeout(call.command),
-            );
-        }
         Ok(())
     }
 
@@ -478,8 +489,20 @@ impl Chronus {
         }
     }
 
-    /// The current call has run for too long: the session goes with it.
-    pub(crate) fn kill_session_shell(&mut self, id: u64) {
+    /// A call has taken too long. The session goes with the one that runs; one that waits for its turn leaves the others alone.
+    pub(crate) fn time_out_call(&mut self, session: u64, call: u64) {
+        if self.sessions.withdraw(session, call) {
+            if let Some(command) = self.commands.get_mut(&call) {
+                command.status = Some(Status::killed_by(libc::SIGKILL as u8));
+            }
+            self.settle(call);
+        } else {
+            self.kill_session_shell(session);
+        }
+    }
+
+    /// Kills a session's shell with its children.
+    fn kill_session_shell(&mut self, id: u64) {
         if let Some(process) = self.sessions.process(id) {
             self.starter.kill(&process);
         }

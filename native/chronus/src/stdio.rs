@@ -152,10 +152,11 @@ impl Descriptors {
                 }
             }
             Ours::Terminal { handover } => {
-                if stdin.kind == STDIN_NONE {
-                    command.input = Input::none();
-                } else if !command.input.is_expected() {
+                if !command.input.is_expected() {
                     command.input = Input::expected();
+                }
+                if stdin.kind == STDIN_NONE {
+                    command.input.end();
                 }
                 if poller
                     .add(
