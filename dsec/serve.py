@@ -135,6 +135,7 @@ async def serve(config: ServeConfig) -> None:
         )
         edge = Edge(edge_config, images, packing=images.packing)
         images.in_use = edge.in_use
+        images.count_reads = edge.count_reads
         await edge.open()
         closing.push_async_callback(edge.close)
         images.start()

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, quote
 import msgspec
 
 from libdsec.dockerfile import build_archive
-from libdsec.errors import ImageError, InvalidArgument, Unavailable, from_body
+from libdsec.errors import ImageError, ImageNotFound, InvalidArgument, Unavailable, from_body
 from libdsec.locks import Lock
 from libdsec.registry_login import find_login
 from libdsec.schema import RECEIVING, FsckLine, ImageChange, ImageFinding, ImageInfo, ImagePage, ImageReads, ImportLine, RegistryImport
@@ -58,7 +58,8 @@ class Images:
     """The server's images, reached as ``client.images``.
 
     A reference is a name (its newest version), ``name@3`` (that version, for ever), an image's digest, or ``name@sha256:…`` (the same,
-    found by any node that shares the store).
+    found by any node that shares the store). Where nodes share a store, it is asked each time what a reference means now, and a node that
+    can't reach it answers with what it knows; only starts of sandboxes may take a name for what it meant up to 10 s ago.
     """
 
     def __init__(self, client: DSecClient) -> None:
@@ -93,8 +94,9 @@ class Images:
         source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. For an image of a
         registry also ImageNotFound, PermissionDenied where the registry or the server's rules refuse (an admin's key may name any
         registry), Unavailable where it can't be reached; a later import of it goes on with the layers that came. Where the server shares a
-        store also Conflict, NoCapacity and Unavailable of that (the message says so): the image is then made on the server's node, and
-        sending it is tried again. Calling it again after success makes another version.
+        store, that gives the version: while it can't be reached, or written, Unavailable or NoCapacity is raised and nothing is made. Once
+        it gave one, Conflict, NoCapacity and Unavailable of the store leave the image on the server's node, where :meth:`get` finds it and
+        sending it is tried again (the message of Unavailable says so). Calling it again after success makes another version.
         """
         source = os.fspath(source)
         if source.startswith(REGISTRY):
@@ -173,22 +175,27 @@ class Images:
                 return images
 
     async def get(self, reference: str) -> ImageInfo:
-        """The image that is referred to. Raises ImageNotFound, ImageError for what is broken in the shared store. Safe to repeat."""
+        """The image that is referred to, also where another node made it a moment ago. Raises ImageNotFound, ImageError for what is broken
+        in the shared store. Safe to repeat."""
         return await self._transport.call("GET", self._transport.at(_path(reference)), _image)
 
     async def remove(self, reference: str) -> ImageInfo:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
-        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
-        the store, and while it is sent there, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat
-        it, for a repetition of what was done raises ImageNotFound.
+        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, or on an image that shares a layer
+        with it, here or on another node that shares the store, and while it is sent there, PermissionDenied, and at once Unavailable when
+        the connection breaks: the SDK doesn't repeat it, for a repetition of what was done raises ImageNotFound.
+
+        Raises ImageError where the shared store's manifest can't be read (:meth:`fsck` repairs it); only ``name@3`` with an admin's key
+        removes it then, and of an image that the server's node doesn't know just name and version are returned.
         """
         async with self._transport.request("DELETE", self._transport.at(_path(reference))) as response:
             return _image.decode(response.headers.get("Content-Type", ""), await response.read())
 
     async def push(self, reference: str, *, progress: Progress | None = None, told: Told | None = None) -> ImageInfo:
         """Send an image that the server's node has to the store that it shares with others. Imports do so by themselves; this is for images
-        from before, and for what broke off. ``progress`` and ``told`` as for :meth:`import_`.
+        from before, for what broke off, and to have what :meth:`Sandbox.pack_diff` made there for certain: that is sent by itself too, but
+        after the pack has returned. ``progress`` and ``told`` as for :meth:`import_`.
 
         Raises ImageNotFound (also where its data isn't whole on that node), PermissionDenied, Conflict where the store has another image
         under that version, InvalidArgument where the server shares no store, ImageError where the image must be imported again, NoCapacity,
@@ -234,9 +241,10 @@ class Images:
         self, *, deep: bool = False, repair: bool = False, found: Callable[[ImageFinding], None] | None = None
     ) -> builtins.list[ImageFinding]:
         """Check the images of the server's node and the store that it shares: what is missing, wrong, half-made or in nobody's use.
-        ``deep`` reads everything and compares digests; ``repair`` mends what can be, and each finding says whether it was. A broken file
-        that no store has and no sandbox uses it removes, so that the next import of the same content makes it again. ``found`` is told each
-        finding at once. Raises PermissionDenied unless the key is an admin's, NoCapacity, Unavailable. Safe to repeat."""
+        ``deep`` reads everything and compares digests; ``repair`` mends what can be (a manifest in the shared store on a node that knows
+        its image), and each finding says whether it was. A broken file that no store has and no sandbox uses it removes, so that the next
+        import of the same content makes it again. ``found`` is told each finding at once. Raises PermissionDenied unless the key is an
+        admin's, NoCapacity, Unavailable. Safe to repeat."""
         query = {"deep": "true" if deep else "false", "repair": "true" if repair else "false"}
         findings: builtins.list[ImageFinding] = []
         async with contextlib.aclosing(self._transport.lines("POST", self._transport.at("/v1/images/fsck", query), _fsck_line)) as lines:
@@ -330,6 +338,9 @@ async def _outcome(lines: AsyncGenerator[ImportLine, None], tell: Told) -> Image
 
 
 def _path(reference: str) -> str:
+    """Raises ImageNotFound for what can't be a reference, and as a path would lead to another route."""
+    if not {"", ".", ".."}.isdisjoint(reference.split("/")):
+        raise ImageNotFound(f"there is no image {reference!r}: that can't be a reference")
     return f"/v1/images/{quote(reference, safe='/:@')}"
 
 

@@ -373,6 +373,8 @@ class LayerInfo(msgspec.Struct, kw_only=True):
     blob_bytes: int
     extra_ids: tuple[int, ...] = ()
     """Owner ids above 65,535 that files of the layer carry."""
+    unnamed: int = 0
+    """Directories that are only passed through: no entry of what the layer was made of named them, so a lower layer's attributes count."""
     index: str | None = None
     """Digest of the data blob's chunk table; None: not in a chunked store (or no blob)."""
     diff: bool = False
@@ -458,7 +460,7 @@ class ImageReads(msgspec.Struct, kw_only=True):
     """Distinct bytes that were ever read, of layers that weren't whole on the node then. None: not measured, as all of the image's data is
     on the node and nothing of it was ever loaded on demand."""
     fetched: int
-    """From the shared store, all in all, unpacked."""
+    """From the shared store, all in all, as it came: compressed. So it may be less than ``needed``."""
     from_cache: int
     """Answered by what had been fetched before."""
     sandboxes: int

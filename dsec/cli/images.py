@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Import, look at and remove images.", no_args_is_help=True)
 
 Kind = Literal["base", "workspace", "toolkit"]
+Format = Literal["auto", "tar", "docker-archive", "oci-archive"]
 Name = Annotated[str, typer.Argument(help="name, or name@version.")]
 
 
@@ -27,12 +28,13 @@ def import_(
     source: Annotated[
         str,
         typer.Argument(
-            help="A directory, tar, `docker save` or OCI archive or layout, docker://HOST/REPOSITORY:TAG, or mmdebstrap:SUITE?include=a,b."
+            help="A directory, tar, docker or OCI archive or layout, docker://HOST/REPOSITORY:TAG, or mmdebstrap:SUITE?include=a,b."
         ),
     ],
     name: Annotated[str, typer.Option("--name", "-n", help="What the image is called; the same name again makes its next version.")],
     kind: Annotated[Kind, typer.Option(help="What it is used as.")] = "base",
     at: Annotated[str, typer.Option(help="Where in the sandbox the content of a directory or plain tar appears.")] = "/",
+    format: Annotated[Format, typer.Option(help="What kind of archive it is; auto: found out by what is in it.")] = "auto",
     username: Annotated[
         str | None,
         typer.Option(help="User of the registry; asks for the password. Default: what `docker login` or `skopeo login` left here."),
@@ -51,7 +53,9 @@ def import_(
         credentials = (username, password)
 
     async def run(client: DSecClient, tell: Callable[[ImportLine], None]) -> ImageInfo:
-        return await client.images.import_(source, name=name, kind=kind, at=at, credentials=credentials, insecure=insecure, told=tell)
+        return await client.images.import_(
+            source, name=name, kind=kind, at=at, format=format, credentials=credentials, insecure=insecure, told=tell
+        )
 
     _make(source, run, as_json=as_json)
 

@@ -99,6 +99,10 @@ class Edge:
         """Digests (hex) of metadata and data of the layers that live sandboxes hold."""
         return self.sandboxes.inventory.layers.in_use()
 
+    async def count_reads(self) -> None:
+        """Has the image store told what was read on demand until now, unless blobfs takes more than a second to say it."""
+        await self.sandboxes.on_demand.count()
+
     async def _connect_spawner(self, listener: Listener, on_reconnected: Callable[[], None]) -> Spawner:
         return await Spawner.connect(str(self.config.spawner_socket), listener=listener, on_reconnected=on_reconnected)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import structlog
 
+from dsec.edge.blobfs import BlobFigures as Figures
 from dsec.edge.blobfs import Blobfs, BlobfsError, BlobfsLost, Listener
 from dsec.edge.inventory import Inventory
 from dsec.edge.record import Record
@@ -27,6 +28,8 @@ RECORD_S = 20.0
 """What is read of an image in so long after its first start on a node without a trace is its trace."""
 COUNT_EVERY_S = 30.0
 """Between two looks at what sandboxes have read."""
+COUNT_WITHIN_S = 1.0
+"""Whoever asks what was read waits no longer for blobfs to say it, and is told what it said last."""
 BLOBS_PER_CALL = 2_000
 """Whose figures blobfs is asked for at once: 260 KB, of the 4 MiB that an answer may have."""
 FORGET_AFTER_S = 12 * 3600.0
@@ -45,6 +48,7 @@ class Images(Protocol):
 
     async def locate(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> None: ...
     def resolve(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment: ...
+    async def settle(self, environment: Environment) -> Environment: ...
     async def ensure(self, environment: Environment) -> list[LayerState]: ...
     async def hold(self, environment: Environment) -> None: ...
     def get(self, reference: str) -> ImageInfo: ...
@@ -71,6 +75,9 @@ class OnDemand:
         self._connecting: asyncio.Task[Blobfs] | None = None
         self._looking = asyncio.Event()
         """Set to have blobfs asked before its time."""
+        self._asking = asyncio.Lock()
+        """Figures are recorded in the order in which blobfs gave them: older ones would seem to be those of a new start of it."""
+        self._counting: asyncio.Task[None] | None = None
         self._adopted: set[str] = set()
         """Blobs that the image store has as a whole while blobfs still shows them."""
         self._seen: dict[str, frozenset[str]] = {}
@@ -117,15 +124,37 @@ class OnDemand:
         # Not those of this look: a creation that was told before that its blob isn't whole may be about to mount it.
         whole = set(self._adopted)
         for start in range(0, len(blobs), BLOBS_PER_CALL):
-            figures = (await blobfs.stats(blobs[start : start + BLOBS_PER_CALL])).blobs
-            read = {blob: BlobFigures(needed=one.needed, fetched=one.fetched, from_cache=one.from_cache) for blob, one in figures.items()}
             # Before a blob is let go, and its figures with it.
-            await self._images.record_reads(read)
+            figures = await self._take_figures(blobfs, blobs[start : start + BLOBS_PER_CALL])
             for blob, one in figures.items():
                 if one.complete:
                     await self._adopt(blob)
                 if blob in whole or self._is_unused(blob):
                     await self._let_go(blobfs, blob)
+
+    async def count(self) -> None:
+        """Adds up what was read until now, once for all who ask meanwhile. Returns after COUNT_WITHIN_S where blobfs doesn't answer or
+        isn't there; no failure of it is raised."""
+        # Adopts nothing and lets nothing go, as :meth:`watch` does: that counts on time between two looks.
+        if self._counting is None or self._counting.done():
+            self._counting = self._inventory.tasks.start(self._take_all_figures(), "count what is read")
+        await asyncio.wait([self._counting], timeout=COUNT_WITHIN_S)
+
+    async def _take_all_figures(self) -> None:
+        blobs = await asyncio.to_thread(_registered, self._blobs)
+        try:
+            for start in range(0, len(blobs), BLOBS_PER_CALL):
+                await self._take_figures(await self._blobfs(), blobs[start : start + BLOBS_PER_CALL])
+        except (BlobfsError, DSecError) as error:
+            _log.warning("what was read of images can't be counted", reason=str(error))
+
+    async def _take_figures(self, blobfs: Blobfs, blobs: Sequence[str]) -> Mapping[str, Figures]:
+        """Asks blobfs for figures and hands them to the image store."""
+        async with self._asking:
+            figures = (await blobfs.stats(blobs)).blobs
+            read = {blob: BlobFigures(needed=one.needed, fetched=one.fetched, from_cache=one.from_cache) for blob, one in figures.items()}
+            await self._images.record_reads(read)
+        return figures
 
     def _note_use(self, blobs: Sequence[str]) -> None:
         now, in_use = self._inventory.clock.monotonic(), self._inventory.layers.in_use()

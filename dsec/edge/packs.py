@@ -177,7 +177,7 @@ class Packs:
         inventory, packing, record = self._inventory, self._packing, sandbox.record
         written = (await inventory.spawner.usage([sandbox.id])).get(sandbox.id, 0) + record.inherited
         packing.check(request.name, caller, written)
-        base = self._images.resolve(record.image, record.workspace, record.toolkits)
+        base = await self._images.settle(self._images.resolve(record.image, record.workspace, record.toolkits))
         # They stay mounted, and so in the store, also if the sandbox ends meanwhile.
         held = record.layers
         await inventory.layers.acquire(held)

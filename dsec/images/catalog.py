@@ -135,6 +135,10 @@ class Catalog:
                 return next(reversed(named or entries), None)
         return None
 
+    def with_digest(self, digest: str) -> list[Entry]:
+        """All images that have this digest, the one that became known last at the end."""
+        return list(self._by_digest.get(digest, ()))
+
     def versions(self, name: str) -> list[Entry]:
         """All versions of a name, oldest first."""
         return [entry for _, entry in sorted(self._versions.get(name, {}).items())]

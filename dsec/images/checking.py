@@ -1,8 +1,8 @@
 """``dsec image fsck``: does this node have what its images name, does the shared store have what its manifests name, and is it right?
 
 Finds, and with ``repair`` mends what can be mended from the other side: a node's file from the store, a store's object from a node that has
-the layer whole. A node's file that is broken and in no store goes, so that the next import makes it again. What can't be mended is said,
-not hidden.
+the layer whole, or knows the image whose manifest it is. A node's file that is broken and in no store goes, so that the next import makes
+it again. What can't be mended is said, not hidden.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from dsec.images.leases import GC_KEY, GC_S, LIMIT, LeaseFile
 from dsec.images.publishing import CLAIM_S, Publisher, frames_key, meta_key, table_key
 from dsec.images.pulling import Puller
 from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
-from dsec.images.shared_catalog import Held, Manifest, SharedCatalog, manifest_key, read_manifest
+from dsec.images.shared_catalog import Held, Manifest, manifest_at, manifest_key, reference_at
+from dsec.images.sharing import Sharing
 from dsec.images.store_gc import unnamed
 from dsec.images.threads import Check, in_pieces
 from libdsec.errors import DSecError, ImageError
@@ -94,9 +95,17 @@ class Checker:
             detail = f"{size} bytes instead of {expected}"
         else:
             actual = await in_pieces(lambda check: _digest(path, check))
-            if actual == hex_of(digest):
+            if actual != hex_of(digest):
+                detail = f"its content has the digest {actual}"
+            elif digest != layer.digest:
                 return
-            detail = f"its content has the digest {actual}"
+            else:
+                # What an earlier version fetched wasn't judged.
+                try:
+                    await self._puller.judge(path, layer)
+                    return
+                except ImageError as error:
+                    detail = error.message
         problem = self._finding("node", "corrupt", hex_of(digest), detail, image)
         await self._mend(problem, self._replace(layer, digest))
 
@@ -149,8 +158,9 @@ class Checker:
 
     # -- the shared store
 
-    async def store(self, blobs: Blobs, catalog: SharedCatalog, publisher: Publisher) -> None:
+    async def store(self, sharing: Sharing) -> None:
         """Checks what the manifests in the store name, and what lies there besides."""
+        blobs, catalog = sharing.blobs, sharing.catalog
         sizes = {each.key: each.size for prefix in ("metas", "blobs") async for batch in blobs.list(prefix) for each in batch}
         checked: set[tuple[object, ...]] = set()
         metas: set[str] = set()
@@ -158,26 +168,40 @@ class Checker:
         async for key, content in catalog.read(await catalog.keys()):
             if content is None:
                 continue
+            manifest: Manifest | None
             try:
-                if isinstance(content, BlobTooLarge):
-                    raise content
-                manifest = read_manifest(content)
-                if manifest_key(manifest.name, manifest.version) != key:
-                    raise ImageError(f"it is the manifest of {manifest.name}@{manifest.version}")
+                manifest = manifest_at(key, content)
             except ImageError as error:
-                self._found(self._finding("store", "corrupt", key, error.message, None))
-                continue
+                manifest = await self._broken_manifest(sharing, key, error.message)
+                if manifest is None:
+                    continue
             for layer in manifest.layers:
                 metas.add(hex_of(layer.digest))
                 data.update([hex_of(layer.blob)] if layer.blob is not None else [])
                 # Two manifests may say different things of one layer: both are checked.
                 what = msgspec.structs.astuple(layer)
-                if what not in checked and await self._stored(blobs, publisher, manifest, layer, sizes):
+                if what not in checked and await self._stored(blobs, sharing.publisher, manifest, layer, sizes):
                     checked.add(what)
         for garbage in await unnamed(blobs, {"": Held(frozenset(metas), frozenset(data))}):
             if garbage.object.modified < time.time() - HALF_MADE_S:
                 await self._object(blobs, "orphan", garbage.object.key, "no manifest names it; `dsec image gc` takes it", drop=False)
         await self._half_made(blobs)
+
+    async def _broken_manifest(self, sharing: Sharing, key: str, wrong: str) -> Manifest | None:
+        """Reports one that can't be read. What it says by now, or should say, as far as this node knows."""
+        reference = reference_at(key)
+        if sharing.known(key) is None:
+            cure = f"repair it on a node that knows it, or remove it with `dsec image rm {reference or 'NAME@N'}`"
+            self._found(self._finding("store", "corrupt", key, f"{wrong}; this node doesn't know the image: {cure}", reference))
+            return None
+
+        async def write() -> str:
+            await sharing.restore(key)
+            return "written again from this node"
+
+        await self._mend(self._finding("store", "corrupt", key, wrong, reference), write())
+        entry = sharing.known(key)
+        return None if entry is None else Manifest(**msgspec.structs.asdict(entry.info), project=entry.project)
 
     async def _stored(self, blobs: Blobs, publisher: Publisher, manifest: Manifest, layer: LayerInfo, sizes: dict[str, int]) -> bool:
         """Checks one layer; False: its image was removed meanwhile, so that nobody can say."""

@@ -21,12 +21,14 @@ from libdsec.errors import DSecError, ImageError, NoCapacity, Unavailable
 from libdsec.schema import LayerInfo
 
 PROGRAM = "dsec-mklayer"
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 """Part of the key under which a conversion is remembered. Raise it when the same archive gives another layer than before."""
 STDERR_LIMIT = 4096
 """Bytes of the program's complaint that are kept."""
 _ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Nothing of ours. Huge pages, which glibc 2.35 and later know how to ask for, save a tenth of the time: a tree is many small pieces."""
+_META, _BLOB = "layer.meta", "layer.blob"
+"""What the program makes in a workspace."""
 _REFUSED, _SYSTEM = 1, 3
 """Exit codes of the program: the archive's fault, the machine's fault."""
 
@@ -40,6 +42,7 @@ class Report(msgspec.Struct, kw_only=True):
     blob_bytes: int
     entries: int
     extra_ids: tuple[int, ...]
+    unnamed: int = 0
     dropped_xattrs: int
     removed: tuple[tuple[int, int], ...] = ()
     """Of a directory: entries and bytes that each glob kept out."""
@@ -71,13 +74,21 @@ class Converter:
         :meth:`convert` does."""
         return await self._make(self._files("--layer", layers), workspace, pin)
 
+    async def cover(self, layers: Sequence[LayerInfo], workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo | None:
+        """A layer of directories alone, which on top of ``layers`` (lowest first; their metadata is in the store) gives those that upper
+        layers only pass through the owner, mode, time and xattrs that lower ones say. None: that isn't needed. Raises and leaves what
+        :meth:`convert` does."""
+        paths = [word for layer in layers for word in ("--cover", str(self.blobs.path(layer.digest)))]
+        report = await self._report(paths, workspace)
+        return None if report.entries == 0 else await self._commit(report, workspace, pin)
+
     async def check(self, meta: Path, layer: LayerInfo) -> None:
         """Sees to it that a metadata file which came from elsewhere is, byte by byte, what the program writes for some tree, and that it is
         this layer's, by its digest and by what its manifest says of it: only then may the kernel see it. Raises ImageError. Cancelled, it
         ends the program."""
         try:
             found = layer_of(await self._run(["--check", str(meta)], meta.parent))
-        except ImageError as error:
+        except (ImageError, _Died) as error:
             raise ImageError(f"the metadata of {layer.digest} is broken or forged: {error.message}") from error
         if found.digest != layer.digest:
             raise ImageError(f"the metadata of {layer.digest} has another digest: it is broken or forged")
@@ -93,14 +104,21 @@ class Converter:
         return arguments
 
     async def _make(self, sources: Sequence[str], workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo:
-        meta, blob = workspace / "layer.meta", workspace / "layer.blob"
+        return await self._commit(await self._report(sources, workspace), workspace, pin)
+
+    async def _report(self, sources: Sequence[str], workspace: Path) -> Report:
+        """Makes the two files in the workspace."""
+        meta, blob = workspace / _META, workspace / _BLOB
         for leftover in (meta, blob):
             leftover.unlink(missing_ok=True)
-        layer = layer_of(await self._run(["--meta", str(meta), "--blob", str(blob), *sources], workspace))
+        return await self._run(["--meta", str(meta), "--blob", str(blob), *sources], workspace)
+
+    async def _commit(self, report: Report, workspace: Path, pin: Callable[[LayerInfo], None]) -> LayerInfo:
+        layer = layer_of(report)
         pin(layer)
         # The metadata comes last: where it is, its data is.
-        files = [] if layer.blob is None else [(blob, layer.blob)]
-        await to_end(lambda: self.blobs.commit([*files, (meta, layer.digest)]))
+        files = [] if layer.blob is None else [(workspace / _BLOB, layer.blob)]
+        await to_end(lambda: self.blobs.commit([*files, (workspace / _META, layer.digest)]))
         return layer
 
     async def _run(self, work: Sequence[str], workspace: Path) -> Report:
@@ -139,7 +157,12 @@ def layer_of(report: Report) -> LayerInfo:
         meta_bytes=report.meta_bytes,
         blob_bytes=report.blob_bytes,
         extra_ids=report.extra_ids,
+        unnamed=report.unnamed,
     )
+
+
+class _Died(DSecError):
+    """A signal ended the program: it went beyond its limits, or it is at fault."""
 
 
 def _failure(status: int | None, complaint: str) -> DSecError:
@@ -147,7 +170,8 @@ def _failure(status: int | None, complaint: str) -> DSecError:
         return ImageError(complaint)
     if status == _SYSTEM and os.strerror(28) in complaint:
         return NoCapacity(f"the disk of the image store is full: {complaint}", reason="disk")
-    return DSecError(f"{PROGRAM} failed (status {status}): {complaint or 'it said nothing'}")
+    kind = _Died if status is not None and status < 0 else DSecError
+    return kind(f"{PROGRAM} failed (status {status}): {complaint or 'it said nothing'}")
 
 
 def find_program() -> Path:

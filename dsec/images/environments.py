@@ -64,7 +64,7 @@ def _exact(entry: Entry) -> str:
 def _find(catalog: Catalog, text: str, kind: str, field: str) -> Entry:
     entry = catalog.find(parse_reference(text))
     if entry is None:
-        raise ImageNotFound(f"there is no image {text!r}: import it, or see what there is with `dsec image list`", field=field)
+        raise ImageNotFound(f"there is no image {text!r}: import it, or see what there is with `dsec image ls`", field=field)
     if entry.info.kind != kind:
         raise InvalidArgument(f"{text!r} is a {entry.info.kind}, where a {kind} is needed", field=field)
     return entry

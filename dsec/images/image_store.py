@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from starlette.routing import BaseRoute
 
 from dsec.images.blobs import BlobDirectory, digest_of, hex_of
@@ -14,11 +16,12 @@ from dsec.images.catalog import Caller, Catalog, Entry, digests
 from dsec.images.checking import Checker, Found
 from dsec.images.converter import Converter
 from dsec.images.differences import Placed, changes, tree
-from dsec.images.environments import Environment, compose
+from dsec.images.environments import LOWER_LAYERS_MAX, Environment, compose
+from dsec.images.flights import Flights
 from dsec.images.importing import Importer, ImportRequest, RegistrySource, Tell, draft
 from dsec.images.leases import HOLD_S
 from dsec.images.limits import ImportLimits
-from dsec.images.names import ByName, exact, parse_reference
+from dsec.images.names import ByDigest, ByName, Reference, exact, parse_reference
 from dsec.images.packing import Packing
 from dsec.images.pulling import LayerState, Puller, pull
 from dsec.images.reads import BlobFigures, Reads
@@ -26,12 +29,13 @@ from dsec.images.registry_access import RegistryPolicy
 from dsec.images.retiring import CACHE_BYTES, Retiring
 from dsec.images.routes import ImageRoutes
 from dsec.images.shared import Blobs
+from dsec.images.shared_catalog import ManifestBroken
 from dsec.images.sharing import LOOK_S, Sharing, node_name
 from dsec.images.threads import to_end
 from dsec.images.traces import Touch, Traces
 from dsec.store import Store
-from libdsec.errors import Conflict, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
-from libdsec.schema import ImageChange, ImageInfo, ImageReads
+from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
+from libdsec.schema import ImageChange, ImageConfig, ImageInfo, ImageReads, LayerInfo
 
 RETIRED_AT_ONCE = 500
 """Blobs that gc takes out of the store between two looks at anything else: some milliseconds."""
@@ -43,11 +47,16 @@ def _nobody() -> set[str]:
     return set()
 
 
+async def _nothing_to_count() -> None:
+    pass
+
+
 class ImageStore:
     """Images by name, version and digest, and their layers as files.
 
     ``in_use`` is set by whoever runs sandboxes: the digests (with or without ``sha256:``) of metadata and data of the layers that live
-    ones hold. What is in use is neither removed nor collected, whatever becomes of the image that it came with.
+    ones hold. What is in use is neither removed nor collected, whatever becomes of the image that it came with. So is ``count_reads``: it
+    is called to have :meth:`record_reads` called with what was read until now, and returns soon, whether or not that could be had.
     """
 
     def __init__(
@@ -67,11 +76,12 @@ class ImageStore:
         self.limits = limits or ImportLimits()
         self.registries = registries or RegistryPolicy()
         self.in_use: Callable[[], set[str]] = _nobody
+        self.count_reads: Callable[[], Awaitable[None]] = _nothing_to_count
         self._root = root
         self._blobs = BlobDirectory(root, disk_reserve=self.limits.disk_reserve)
         self._sharing = None if shared is None else Sharing(shared, self._blobs, self._needed)
         self._catalog = Catalog(store, self._sharing)
-        made_by = Converter(converter, self._blobs, self.limits)
+        made_by = self._converter = Converter(converter, self._blobs, self.limits)
         self._importer = Importer(self._catalog, self._blobs, made_by, self.limits)
         self._puller = Puller(self._blobs, shared, self.limits, made_by)
         self._retiring = Retiring(self._blobs, self._catalog, self._puller, self._kept, cache_bytes, changed=self._note_retired)
@@ -80,6 +90,9 @@ class ImageStore:
         self._collecting = asyncio.Lock()
         self._environments: dict[tuple[str, str | None, tuple[str, ...]], Environment] = {}
         self._pinned_digests: dict[str, int] = {}
+        self._covers: dict[str, _Cover] = {}
+        """What settled environments lack, by the digests of their layers."""
+        self._covering = Flights()
         self.packing = Packing(
             self._catalog, self._blobs, made_by, self._puller, self._importer.pins, self.limits, changed=self._note_packed
         )
@@ -116,13 +129,18 @@ class ImageStore:
     async def locate(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> None:
         """Before :meth:`resolve`: images that only other nodes made are looked for in the shared store, and so is a newer version of a name
         that was last looked up 10 s ago or more. Without a shared store it does nothing. Raises Unavailable, ImageError."""
+        await self._locate([image, *([] if workspace is None else [workspace]), *toolkits], fresh=False)
+
+    async def _locate(self, references: Sequence[str], *, fresh: bool) -> None:
         if self._sharing is None:
             return
         before = self._catalog.changes
-        for reference in (image, *([] if workspace is None else [workspace]), *toolkits):
-            await self._sharing.locate(parse_reference(reference))
-        if self._catalog.changes != before:
-            self._environments.clear()
+        try:
+            for reference in references:
+                await self._sharing.locate(parse_reference(reference), fresh=fresh)
+        finally:
+            if self._catalog.changes != before:
+                self._environments.clear()
 
     def resolve(self, image: str, workspace: str | None, toolkits: Sequence[str]) -> Environment:
         """The layers and the configuration of a sandbox. From memory: no disk, no database.
@@ -137,6 +155,37 @@ class ImageStore:
                 self._environments.clear()
             self._environments[key] = known
         return known
+
+    async def settle(self, environment: Environment) -> Environment:
+        """The environment with what it lacks to be shown as it is meant: a directory that a workspace or toolkit only passes through
+        (``/home`` of ``/home/agent/repo``) is what the layers below say. Where that takes a layer more it comes on top, and isn't collected
+        while this process lives. From memory where it was settled before.
+
+        Raises ImageError, also where the layers are too many with it, Unavailable, NoCapacity.
+        """
+        if not any(layer.unnamed for layer in environment.layers[:-1]):
+            return environment
+        key = "\n".join(layer.digest for layer in environment.layers)
+        cover = self._covers.get(key)
+        if cover is None or (cover.layer is not None and not self._blobs.has(cover.layer.digest)):
+            async with self._covering.of(key):
+                cover = self._covers.get(key)
+                if cover is None or (cover.layer is not None and not self._blobs.has(cover.layer.digest)):
+                    cover = self._covers[key] = _Cover(await self._cover(environment))
+        if cover.layer is None:
+            return environment
+        if len(environment.layers) == LOWER_LAYERS_MAX:
+            raise ImageError(f"{LOWER_LAYERS_MAX + 1} layers together, a sandbox takes {LOWER_LAYERS_MAX}")
+        return msgspec.structs.replace(environment, layers=(cover.layer, *environment.layers))
+
+    async def _cover(self, environment: Environment) -> LayerInfo | None:
+        with self._pinned(_digests_of(environment)), self._importer.pins.scope() as pin:
+            await self._puller.metas(environment.layers)
+            workspace = self._blobs.make_workspace()
+            try:
+                return await self._converter.cover(list(reversed(environment.layers)), workspace, pin)
+            finally:
+                await to_end(lambda: self._blobs.remove_workspace(workspace))
 
     async def ensure(self, environment: Environment) -> list[LayerState]:
         """What the node has of each layer, in the environment's order: metadata is here when this returns, data is either whole here or to
@@ -207,8 +256,9 @@ class ImageStore:
     # -- images
 
     async def find(self, reference: str) -> ImageInfo:
-        """The image that is referred to, on this node or in the shared store. Raises ImageNotFound, Unavailable."""
-        await self.locate(reference, None, ())
+        """The image that is referred to, on this node or in the shared store, which is asked each time. Raises ImageNotFound,
+        Unavailable."""
+        await self._locate([reference], fresh=True)
         return self.get(reference)
 
     def get(self, reference: str) -> ImageInfo:
@@ -275,8 +325,7 @@ class ImageStore:
         version, InvalidArgument where no store is shared, Unavailable, NoCapacity.
         """
         sharing = self._shared()
-        entry = self._entry(reference)
-        self._check_owner(entry, reference, caller)
+        entry = self._own_entry(reference, caller)
         await sharing.check_owner(entry.info.name, caller)
         pushed = await sharing.push(entry, tell)
         self._environments.clear()
@@ -295,8 +344,9 @@ class ImageStore:
         return info
 
     async def stats(self, reference: str) -> ImageReads:
-        """What was read of an image on this node. Raises ImageNotFound, Unavailable."""
+        """What was read of an image on this node until now. Raises ImageNotFound, Unavailable."""
         info = await self.find(reference)
+        await self.count_reads()
         figures = self._reads.of(info.layers)
         data = [layer.blob for layer in info.layers if layer.blob is not None]
         # What is whole here is mounted without blobfs, which then sees no read.
@@ -321,8 +371,8 @@ class ImageStore:
             return await to_end(lambda: self._diff(*pair))
 
     async def _readable(self, reference: str, caller: Caller) -> ImageInfo:
-        """An image whose contents the caller may see. Raises ImageNotFound, Unavailable."""
-        await self.locate(reference, None, ())
+        """An image whose contents the caller may see, looked up as :meth:`find` does. Raises ImageNotFound, Unavailable."""
+        await self._locate([reference], fresh=True)
         entry = self._entry(reference)
         if any(layer.diff for layer in entry.info.layers) and not caller.may_change(entry.project):
             # As if it weren't there: a project learns nothing of what was written in another one's sandboxes.
@@ -345,24 +395,29 @@ class ImageStore:
         async with self._retiring.changing:
             await checker.node(named, self._is_needed())
         if self._sharing is not None:
-            await checker.store(self._sharing.blobs, self._sharing.catalog, self._sharing.publisher)
+            await checker.store(self._sharing)
 
     async def remove(self, reference: str, caller: Caller) -> ImageInfo:
         """Removes an image: ``name@n`` and a digest one version, a plain name all versions. Returns the (newest) one removed.
 
         Its layers stay on the disk until :meth:`collect_garbage`. Raises ImageNotFound, PermissionDenied, Conflict while a sandbox uses any
-        of its layers, here or on another node, and while it is pushed; Unavailable where the shared store can't be asked.
+        of its layers, here or on another node, and while it is pushed; Unavailable where the shared store can't be asked. An admin removes
+        ``name@n`` also where its manifest in the shared store can't be read: of what this node doesn't know the answer is then empty but
+        for name and version.
         """
-        await self.locate(reference, None, ())
-        entry = self._entry(reference)
-        self._check_owner(entry, reference, caller)
         parsed = parse_reference(reference)
-        whole_name = isinstance(parsed, ByName) and parsed.version is None
-        if whole_name and self._sharing is not None:
-            await self._sharing.locate_all(entry.info.name)
-        doomed = [each.info for each in self._catalog.versions(entry.info.name)] if whole_name else [entry.info]
-        self._check_unused(doomed)
+        whole = parsed.name if isinstance(parsed, ByName) and parsed.version is None else None
         try:
+            if self._sharing is None or whole is None:
+                try:
+                    await self.locate(reference, None, ())
+                except ManifestBroken as broken:
+                    return await self._remove_broken(parsed, caller, broken)
+            else:
+                await self._sharing.locate_all(whole)
+            entry = self._own_entry(reference, caller)
+            doomed = [entry.info] if whole is None else [each.info for each in self._catalog.versions(whole)]
+            self._check_unused(doomed)
             if self._sharing is None:
                 await self._catalog.remove(doomed)
             else:
@@ -370,6 +425,17 @@ class ImageStore:
         finally:
             self._environments.clear()
         return entry.info
+
+    async def _remove_broken(self, reference: Reference | None, caller: Caller, broken: ManifestBroken) -> ImageInfo:
+        """Removes a version that can't be read, so that nobody knows whose it is. Raises ``broken`` where none is named, PermissionDenied,
+        and what Sharing.remove_broken raises."""
+        if not isinstance(reference, ByName) or reference.version is None:
+            raise broken
+        if not caller.admin:
+            raise PermissionDenied(f"{broken.message}; only an admin may remove it: nobody can say whose it is")
+        name, version = reference.name, reference.version
+        await self._shared().remove_broken(name, version)
+        return ImageInfo(name=name, version=version, kind="base", digest="", layers=[], config=ImageConfig(), created_at=0, size=0)
 
     async def collect_garbage(self) -> int:
         """Deletes what no image, no live sandbox and no import or push in progress needs, here and in the shared store; returns the bytes.
@@ -410,7 +476,7 @@ class ImageStore:
 
     def _is_needed(self) -> Callable[[str], bool]:
         """Tells whether an image, a live sandbox or a call in progress needs a file of this node, by its digest (hexadecimal)."""
-        used = self._used()
+        used = self._used() | {hex_of(cover.layer.digest) for cover in self._covers.values() if cover.layer is not None}
 
         def needed(name: str) -> bool:
             digest = digest_of(name)
@@ -447,7 +513,8 @@ class ImageStore:
         needed = self._needed()
         for info in images:
             if any(hex_of(layer.digest) in needed for layer in info.layers):
-                raise Conflict(f"{exact(info.name, info.version)} is in use: stop the sandboxes that run on it", reason="in_use")
+                layers = "stop the sandboxes that run on it, or on an image that shares a layer with it"
+                raise Conflict(f"{exact(info.name, info.version)} is in use: {layers}", reason="in_use")
 
     @contextlib.contextmanager
     def _pinned(self, digests: set[str]) -> Iterator[None]:
@@ -462,15 +529,36 @@ class ImageStore:
                 if not self._pinned_digests[digest]:
                     del self._pinned_digests[digest]
 
-    def _check_owner(self, entry: Entry, reference: str, caller: Caller) -> None:
+    def _own_entry(self, reference: str, caller: Caller) -> Entry:
+        """An image that the caller may change. Several may have a digest: a name beside it means that name's alone, and of several the
+        caller's count. Raises ImageNotFound, PermissionDenied."""
+        parsed = parse_reference(reference)
+        if isinstance(parsed, ByDigest):
+            entries = self._catalog.with_digest(parsed.digest)
+            if parsed.name is not None:
+                entries = [entry for entry in entries if entry.info.name == parsed.name]
+            entries = [entry for entry in entries if caller.may_change(entry.project)] or entries
+            if not entries:
+                raise _no_image(reference)
+            entry = entries[-1]
+        else:
+            entry = self._entry(reference)
         if not caller.may_change(entry.project):
             raise PermissionDenied(f"the image {reference} belongs to another project")
+        return entry
 
     def _entry(self, reference: str) -> Entry:
         entry = self._catalog.find(parse_reference(reference))
         if entry is None:
             raise _no_image(reference)
         return entry
+
+
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """A layer that an environment lacks; None: it lacks none."""
+
+    layer: LayerInfo | None
 
 
 def _digests_of(environment: Environment) -> set[str]:

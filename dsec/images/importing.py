@@ -177,7 +177,7 @@ class Importer:
         self, request: ImportRequest, received: Stored, workspace: Path, tell: Tell, pin: Callable[[LayerInfo], None]
     ) -> tuple[list[LayerInfo], ImageConfig]:
         plain = await self._decompress(received, workspace, tell)
-        kind = await to_end(lambda: _format_of(plain.path, request))
+        kind = await to_end(lambda: _format_of(plain.path, request, self._limits))
         if kind == "tar":
             archive = _Archive(plain.path, plain.size, plain.digest)
             return [await self._layer([archive], request.at, workspace, tell, pin)], ImageConfig()
@@ -357,14 +357,14 @@ async def _first_failure(wanted: asyncio.Task[Path], others: Sequence[asyncio.Ta
     return wanted.result()
 
 
-def _format_of(path: Path, request: ImportRequest) -> Format:
+def _format_of(path: Path, request: ImportRequest, limits: ImportLimits) -> Format:
     """What a plain archive is: as the caller says, else a tar if it is to be placed somewhere, else what it looks like."""
     if request.format is not None:
         return request.format
     if request.at != "/":
         return "tar"
     with path.open("rb") as archive:
-        return detect_format(archive)
+        return detect_format(archive, limits)
 
 
 def _read_source(path: Path, kind: Format, limits: ImportLimits) -> ImageSource:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, TypeVar
 
@@ -41,6 +42,8 @@ INDEX_DEPTH = 4
 ENDLESS = "the index leads to indexes without end"
 _PEEK_MEMBERS = 5_000
 """Headers looked at to tell an image archive from a root filesystem: image archives have a few per layer."""
+_DIRECTORY = b"5"
+"""The type of a directory's entry in a tar."""
 
 T = TypeVar("T")
 
@@ -113,7 +116,7 @@ class _Config(msgspec.Struct):
 
 
 class _DockerImage(msgspec.Struct):
-    """One entry of ``manifest.json`` in a ``docker save``."""
+    """One entry of ``manifest.json`` in a docker archive."""
 
     Config: str
     Layers: list[str]
@@ -153,22 +156,44 @@ class ImageSource:
     config: ImageConfig
 
 
-def detect_format(archive: BinaryIO) -> Format:
-    """What an uncompressed archive is, by its top-level names. Judges nothing: whoever reads it next says what is wrong with it."""
+def detect_format(archive: BinaryIO, limits: ImportLimits) -> Format:
+    """What an uncompressed archive is, by its top-level names, and where these leave it open by its ``manifest.json``. Judges nothing:
+    whoever reads it next says what is wrong with it."""
     top = set()
+    files: dict[str, Member] = {}
     try:
-        for name, _, _, _ in itertools.islice(headers(archive), _PEEK_MEMBERS):
-            top.add(next((part for part in name.split("/") if part not in ("", ".")), ""))
+        for name, kind, _, member in itertools.islice(headers(archive), _PEEK_MEMBERS):
+            parts = [part for part in name.split("/") if part not in ("", ".")]
+            top.add(parts[0] if parts else "")
+            if kind != _DIRECTORY:
+                files["/".join(parts)] = member
     except ImageError:
         pass
     if {"oci-layout", "index.json"} <= top:
         return "oci-archive"
-    return "docker-archive" if "manifest.json" in top and any(map(_holds_layers, top)) else "tar"
+    if "manifest.json" in top and any(map(_holds_layers, top)):
+        return "docker-archive"
+    return "docker-archive" if _describes_images(archive, files, limits) else "tar"
 
 
 def _holds_layers(name: str) -> bool:
     """Whether a ``docker save`` keeps layers under this top-level name: ``blobs``, or what is called by a sha256."""
     return name == "blobs" or (len(name) == 64 and all(letter in "0123456789abcdef" for letter in name))
+
+
+def _describes_images(archive: BinaryIO, files: Mapping[str, Member], limits: ImportLimits) -> bool:
+    """Whether ``manifest.json`` is a docker archive's, and all that it names is there. go-containerregistry's tarball package (crane, ko,
+    kaniko) has configuration and layers in the root, as ``sha256:<hex>`` and ``<hex>.tar.gz``; a root filesystem may have a
+    ``manifest.json`` of its own."""
+    manifest = files.get("manifest.json")
+    if manifest is None or manifest.size > limits.document:
+        return False
+    archive.seek(manifest.offset)
+    try:
+        images = decode(archive.read(manifest.size), list[_DockerImage])
+    except msgspec.DecodeError:
+        return False
+    return bool(images) and all(image.Layers and {image.Config, *image.Layers} <= files.keys() for image in images)
 
 
 def read_oci_archive(archive: BinaryIO, limits: ImportLimits) -> ImageSource:
@@ -245,7 +270,7 @@ def _layer_compression(layer: Descriptor) -> Compression:
 
 
 def read_docker_archive(archive: BinaryIO, limits: ImportLimits) -> ImageSource:
-    """The one image in a ``docker save``. Raises ImageError."""
+    """The one image in a docker archive: what ``docker save`` writes, or go-containerregistry. Raises ImageError."""
     members = Members.read(archive, limits.members)
     documents = _Documents(archive, members, limits)
     images = documents.decode("manifest.json", list[_DockerImage])
@@ -272,9 +297,10 @@ class _Documents:
         return _decode(name, self._read(name, self._members.get(name)), kind)
 
     def decode_named(self, name: str, kind: type[T]) -> T:
-        """A document whose file name is its digest, as docker names configurations."""
+        """A document whose file name is its digest, as docker (``<hex>.json``) and go-containerregistry (``sha256:<hex>``) name
+        configurations."""
         data = self._read(name, self._members.get(name))
-        if hashlib.sha256(data).hexdigest() != name.rsplit("/", 1)[-1].removesuffix(".json"):
+        if hashlib.sha256(data).hexdigest() != name.rsplit("/", 1)[-1].removeprefix("sha256:").removesuffix(".json"):
             raise ImageError(f"the content of {name!r} has another digest")
         return _decode(name, data, kind)
 

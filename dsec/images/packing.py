@@ -134,7 +134,7 @@ class Packing:
         can be had; and how many became one."""
         span = to_merge(layers, self._is_whole)
         if still_many(layers, span):
-            span = await self._fetched(layers, tell) or span
+            span = await self._fetched(layers, span, tell)
         if span is None:
             return layers, 0
         merged = layers[span]
@@ -148,23 +148,25 @@ class Packing:
             await to_end(lambda: self._blobs.remove_workspace(workspace))
         return [*layers[: span.start], msgspec.structs.replace(one, diff=True), *layers[span.stop :]], len(merged)
 
-    async def _fetched(self, layers: Sequence[LayerInfo], tell: Callable[[str], None]) -> slice | None:
-        """Which layers shall become one when those may be fetched that aren't here: they are here when this returns. None: they are too
-        large, or can't be had now, and the next pack tries again."""
+    async def _fetched(self, layers: Sequence[LayerInfo], here: slice | None, tell: Callable[[str], None]) -> slice | None:
+        """Which layers shall become one when those may be fetched that aren't here: they are here when this returns. ``here``, what can be
+        merged without, where they are too large or can't be had now: the next pack tries again."""
         span = to_merge(layers, lambda layer: True)
         if span is None:
-            return None
+            return here
         missing = [layer for layer in layers[span] if not self._is_whole(layer)]
         size = sum(layer.blob_bytes for layer in missing)
         if size > FETCHED_MAX:
-            return None
+            return here
         tell(f"fetching {len(missing)} layers to merge, {size >> 20} MB")
         try:
+            # What is fetched, and what they become.
+            self._blobs.check_room(size + sum(layer.blob_bytes for layer in layers[span]))
             for layer in missing:
                 await self._puller.whole(layer, lambda count: None)
         except (Unavailable, ImageError, NoCapacity) as error:
             _log.warning("diffs stay as many as they are, for some can't be fetched", error=error.message)
-            return None
+            return here
         return span
 
     def _is_whole(self, layer: LayerInfo) -> bool:

@@ -83,6 +83,20 @@ class Publisher:
         Raises Conflict where the store has another image of that name and version, ImageNotFound where a layer isn't here whole, ImageError
         where what is here is broken, Unavailable and NoCapacity: then what was sent stays for the next attempt.
         """
+        async with self._sent(image, tell) as pushed:
+            await self._catalog.add(Manifest(**msgspec.structs.asdict(pushed), project=project))
+            return pushed
+
+    async def restore(self, image: ImageInfo, project: str) -> ImageInfo:
+        """Like :meth:`push`, for an image whose manifest in the store can't be read. Raises ImageNotFound also where that was removed
+        meanwhile."""
+        async with self._sent(image, lambda line: None) as pushed:
+            await self._catalog.restore(Manifest(**msgspec.structs.asdict(pushed), project=project))
+            return pushed
+
+    @asynccontextmanager
+    async def _sent(self, image: ImageInfo, tell: Tell) -> AsyncGenerator[ImageInfo, None]:
+        """The image with the digests of its chunk tables. Its layers are in the store, and stay there, while the body runs."""
         held = held_by(image.layers)
         digests = held.metas | held.blobs
         async with self._scope(digests):
@@ -91,9 +105,7 @@ class Publisher:
             for index, layer in enumerate(image.layers):
                 layers.append(await self._push_layer(layer, f"sending layer {index + 1} of {len(image.layers)}", tell))
             tell(ImportLine(step="publishing", done_bytes=image.size))
-            pushed = msgspec.structs.replace(image, layers=layers)
-            await self._catalog.add(Manifest(**msgspec.structs.asdict(pushed), project=project))
-            return pushed
+            yield msgspec.structs.replace(image, layers=layers)
 
     async def mend(self, layer: LayerInfo, keys: Sequence[str]) -> None:
         """Replaces objects of a layer that the store has already by what this node has of it.

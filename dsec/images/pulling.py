@@ -56,6 +56,7 @@ class Puller:
         self._judge = judge
         self._flights = Flights()
         self._small = asyncio.Semaphore(SMALL_AT_ONCE)
+        self._judging = asyncio.Semaphore(limits.conversions)
         self._tables: dict[str, bytes] = {}
 
     def here(self, layers: Sequence[LayerInfo]) -> bool:
@@ -73,7 +74,7 @@ class Puller:
 
     async def _meta(self, layer: LayerInfo) -> None:
         if not self._local.has(layer.digest):
-            async with self._flights.of(layer.digest), self._small:
+            async with self._flights.of(layer.digest):
                 if not self._local.has(layer.digest):
                     await self._fetch_meta(layer)
 
@@ -92,17 +93,24 @@ class Puller:
         async with self._judged_meta(layer):
             pass
 
+    async def judge(self, path: Path, layer: LayerInfo) -> None:
+        """Whether a metadata file is the layer's and of our making. Raises ImageError."""
+        async with self._judging:
+            await self._judge.check(path, layer)
+
     @asynccontextmanager
     async def _judged_meta(self, layer: LayerInfo) -> AsyncGenerator[Path, None]:
         """The metadata as the store has it, in a file that nobody else sees, after it was found to be the layer's and of our making."""
         if layer.meta_bytes > self._limits.metadata:
             raise ImageError(f"the metadata of {layer.digest} would have {layer.meta_bytes} bytes, {self._limits.metadata} are allowed")
-        packed = await self._get(layer, meta_key(layer.digest))
-        workspace = await to_end(self._local.make_workspace)
+        async with self._small:
+            packed = await self._get(layer, meta_key(layer.digest))
+        workspace = self._local.make_workspace()
         try:
             what = f"the metadata of {layer.digest}"
-            path = await to_end(lambda: write_synced(workspace / "layer.meta", unpack_frame(packed, layer.meta_bytes, what)))
-            await self._judge.check(path, layer)
+            async with self._judging:
+                path = await to_end(lambda: write_synced(workspace / "layer.meta", unpack_frame(packed, layer.meta_bytes, what)))
+                await self._judge.check(path, layer)
             yield path
         finally:
             await to_end(lambda: self._local.remove_workspace(workspace))
@@ -165,6 +173,8 @@ class Puller:
             await self._whole(layer, layer.blob, table, told)
 
     async def _whole(self, layer: LayerInfo, blob: str, table: ChunkTable, told: Callable[[int], None]) -> None:
+        if self._shared is None:
+            raise ImageError(f"{blob} is not on this node, and no shared store is configured")
         async with self._flights.of(blob):
             if self._local.has(blob):
                 told(layer.blob_bytes)

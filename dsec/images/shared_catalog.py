@@ -10,13 +10,14 @@ import hashlib
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 import msgspec
 
 from dsec.images.documents import decode
 from dsec.images.limits import MIB
 from dsec.images.shared import BlobMissing, Blobs, BlobTooLarge
-from libdsec.errors import Conflict, ImageError
+from libdsec.errors import Conflict, ImageError, ImageNotFound
 from libdsec.schema import ImageInfo, LayerInfo
 
 MANIFEST_LIMIT = 16 * MIB
@@ -85,6 +86,29 @@ def read_manifest(data: bytes) -> Manifest:
     return manifest
 
 
+class ManifestBroken(ImageError):
+    """What the shared store has as a manifest can't be read, or is another image's."""
+
+
+def manifest_at(key: str, content: bytes | BlobTooLarge) -> Manifest:
+    """What the store has under ``key``, as a manifest. Raises ImageError where it is none, or another image's."""
+    if isinstance(content, BlobTooLarge):
+        raise content
+    manifest = read_manifest(content)
+    if manifest_key(manifest.name, manifest.version) != key:
+        raise ImageError(f"it is the manifest of {manifest.name}@{manifest.version}")
+    return manifest
+
+
+def reference_at(key: str) -> str | None:
+    """The ``name@version`` whose manifest lies under ``key``; None where the key doesn't tell, as that of a long name."""
+    match = _MANIFEST_KEY.match(key)
+    if match is None:
+        return None
+    name = unquote(match[1].replace("=", "%"), errors="surrogateescape")
+    return f"{name}@{match[2]}" if name.isprintable() and manifest_key(name, int(match[2])) == key else None
+
+
 class SharedCatalog:
     """The manifests of a shared store. Every call may raise what Blobs raises."""
 
@@ -101,22 +125,40 @@ class SharedCatalog:
         return version
 
     async def add(self, manifest: Manifest) -> None:
-        """Makes an image visible to every node. Repeatable. Raises Conflict where another image has its name and version."""
+        """Makes an image visible to every node. Repeatable. Raises Conflict where another image has its name and version,
+        ManifestBroken."""
         key = manifest_key(manifest.name, manifest.version)
         await self._blobs.put_new(f"images/{name_key(manifest.name)}/{manifest.version}.taken", b"")
         if not await self._blobs.put_new(key, msgspec.json.encode(manifest)):
-            there = read_manifest(await self._blobs.get(key, MANIFEST_LIMIT))
+            there = _known(key, await self._content(key))
             if there.digest != manifest.digest:
                 message = f"the shared store has another image as {manifest.name}@{manifest.version}: import it anew, or under another name"
                 raise Conflict(message, reason="version")
         self._held[key] = held_by(manifest.layers)
+
+    async def restore(self, manifest: Manifest) -> None:
+        """Writes a manifest in the place of one that can't be read. Raises ImageNotFound where that was removed meanwhile, Conflict where
+        another image's was put there. Where another node was first there is nothing to do."""
+        key = manifest_key(manifest.name, manifest.version)
+        try:
+            there = await self.find(manifest.name, manifest.version)
+        except ManifestBroken:
+            # Replaced, not removed and made: in between others would forget the image, and gc its layers. Every node that knows the image
+            # writes the same, so it doesn't matter which of several is last.
+            await self._blobs.put(key, msgspec.json.encode(manifest))
+            self._held[key] = held_by(manifest.layers)
+            return
+        if there is None:
+            raise ImageNotFound(f"{manifest.name}@{manifest.version} was removed meanwhile")
+        if there.digest != manifest.digest:
+            raise Conflict(f"the shared store has another image as {manifest.name}@{manifest.version}", reason="version")
 
     async def versions(self, name: str) -> list[int]:
         """The versions of ``name`` that there are, ascending."""
         return sorted(int(match[2]) for match in map(_MANIFEST_KEY.match, await self._below(name)) if match is not None)
 
     async def find(self, name: str, version: int | None) -> Manifest | None:
-        """The manifest of a version, the newest if None. Raises ImageError for one that is broken."""
+        """The manifest of a version, the newest if None. Raises ManifestBroken."""
         if version is None:
             versions = await self.versions(name)
             if not versions:
@@ -124,11 +166,9 @@ class SharedCatalog:
             version = versions[-1]
         key = manifest_key(name, version)
         try:
-            manifest = read_manifest(await self._blobs.get(key, MANIFEST_LIMIT))
+            manifest = _known(key, await self._content(key))
         except BlobMissing:
             return None
-        if (manifest.name, manifest.version) != (name, version):
-            raise ImageError(f"{key} in the shared store is the manifest of {manifest.name}@{manifest.version}")
         self._held[key] = held_by(manifest.layers)
         return manifest
 
@@ -152,8 +192,8 @@ class SharedCatalog:
         return [key async for batch in self._blobs.names("images") for key in batch if _MANIFEST_KEY.match(key)]
 
     async def held(self, known: Mapping[str, Held]) -> dict[str, Held]:
-        """What each manifest, by key, keeps alive; those in ``known`` aren't read. Raises ImageError for a broken one: nobody can say then
-        what may go."""
+        """What each manifest, by key, keeps alive; those in ``known`` aren't read. Raises ManifestBroken: nobody can say then what may
+        go."""
         found: dict[str, Held] = {}
         unread = []
         for key in await self.keys():
@@ -163,10 +203,8 @@ class SharedCatalog:
             else:
                 found[key] = held
         async for key, data in self.read(unread):
-            if isinstance(data, BlobTooLarge):
-                raise data
             if data is not None:
-                found[key] = held_by(read_manifest(data).layers)
+                found[key] = held_by(_known(key, data).layers)
         self._held = dict(found)
         return found
 
@@ -175,16 +213,21 @@ class SharedCatalog:
 
         async def one(key: str) -> bytes | BlobTooLarge | None:
             try:
-                return await self._blobs.get(key, MANIFEST_LIMIT)
+                return await self._content(key)
             except BlobMissing:
                 return None
-            except BlobTooLarge as error:
-                return error
 
         for start in range(0, len(keys), READS_AT_ONCE):
             part = keys[start : start + READS_AT_ONCE]
             for key, data in zip(part, await asyncio.gather(*map(one, part)), strict=True):
                 yield key, data
+
+    async def _content(self, key: str) -> bytes | BlobTooLarge:
+        """Raises BlobMissing."""
+        try:
+            return await self._blobs.get(key, MANIFEST_LIMIT)
+        except BlobTooLarge as error:
+            return error
 
     async def _below(self, name: str) -> list[str]:
         return [key async for batch in self._blobs.names(f"images/{name_key(name)}") for key in batch]
@@ -192,3 +235,11 @@ class SharedCatalog:
     async def _numbers(self, name: str) -> list[int]:
         matches = map(_NUMBER.search, await self._below(name))
         return [int(match[1]) for match in matches if match is not None]
+
+
+def _known(key: str, content: bytes | BlobTooLarge) -> Manifest:
+    """Like :func:`manifest_at`, but raises ManifestBroken, which says where to look."""
+    try:
+        return manifest_at(key, content)
+    except ImageError as error:
+        raise ManifestBroken(f"{key} in the shared store is broken: {error.message}; `dsec image fsck` tells more") from error

@@ -20,7 +20,7 @@ from dsec.images.leases import Lease, keep_refreshed
 from dsec.images.names import ByDigest, ByName, Reference
 from dsec.images.publishing import Publisher
 from dsec.images.shared import Blobs
-from dsec.images.shared_catalog import Manifest, SharedCatalog, held_by, manifest_key
+from dsec.images.shared_catalog import ManifestBroken, SharedCatalog, held_by, manifest_key
 from dsec.images.store_gc import StoreGc
 from libdsec.errors import Conflict, ImageError, ImageNotFound, NoCapacity, PermissionDenied, Unavailable
 from libdsec.schema import ImageInfo
@@ -63,6 +63,8 @@ class Sharing:
         self._tasks: list[asyncio.Task[None]] = []
         self._made = asyncio.Event()
         """Set to have pushed what isn't, before its time."""
+        self._broken: set[tuple[str, int]] = set()
+        """Images that can't be sent as they are here: it isn't tried again until somebody asks for it, or this process begins anew."""
 
     def open(self, node: str, local: Catalog) -> None:
         """``node``: this node's name in the store."""
@@ -106,6 +108,21 @@ class Sharing:
         await self.let_go()
         return pushed
 
+    def known(self, key: str) -> Entry | None:
+        """The image that the store has, or had, under this key of a manifest, if it is known here."""
+        shared = (entry for entry in self._local.entries() if self._local.is_shared(entry.info.name, entry.info.version))
+        return next((entry for entry in shared if manifest_key(entry.info.name, entry.info.version) == key), None)
+
+    async def restore(self, key: str) -> None:
+        """Writes a manifest that can't be read again, from what this node knows. Raises ImageNotFound where it doesn't know the image (any
+        more), and what Publisher.restore raises."""
+        async with self._flights.of(key):
+            entry = self.known(key)
+            if entry is None:
+                raise ImageNotFound("this node doesn't know the image")
+            await self._local.pushed(await self.publisher.restore(entry.info, entry.project))
+        await self.let_go()
+
     async def let_go(self) -> None:
         """After a call that held something: its manifest protects it now, and left in the lease it couldn't be removed elsewhere for a
         minute."""
@@ -126,66 +143,84 @@ class Sharing:
         while True:
             self._made.clear()
             for entry in self._local.unpushed():
-                if self._flights.busy(manifest_key(entry.info.name, entry.info.version)):
+                name, version = entry.info.name, entry.info.version
+                if (name, version) in self._broken:
+                    continue
+                if self._flights.busy(manifest_key(name, version)):
                     # Whoever made it is pushing it, and others don't wait for that.
                     continue
                 try:
                     await self.push(entry, lambda line: None)
                 except Exception as failure:
                     # Whatever it is, the others and the next attempt don't suffer for it.
-                    _log.warning("an image can't be pushed yet", image=entry.info.name, version=entry.info.version, error=str(failure))
+                    _log.warning("an image can't be pushed yet", image=name, version=version, error=str(failure))
+                    if isinstance(failure, ImageError):
+                        self._broken.add((name, version))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._made.wait(), PUSH_RETRY_S)
 
     # -- finding
 
-    async def locate(self, reference: Reference | None) -> None:
-        """Sees to it that the local catalog knows what the reference means, if any node made it. Raises Unavailable where only the store
-        could tell, ImageError for a broken manifest."""
+    async def locate(self, reference: Reference | None, *, fresh: bool = False) -> None:
+        """Sees to it that the local catalog knows what the reference means, if any node made it. ``fresh``: as it is in the store now, also
+        where it is known and was looked up a moment ago, or is one version; known ones do where the store doesn't answer within LOOK_S.
+        Raises Unavailable where only the store could tell, ImageError for a broken manifest."""
         name = None if reference is None else reference.name
         if reference is None or name is None:
             return
         known = self._local.find(reference) is not None
         fixed = isinstance(reference, ByDigest) or reference.version is not None
-        if known and (fixed or time.monotonic() - self._looked.get(name, float("-inf")) < NAME_FRESH_S):
+        since = time.monotonic() - (0 if fresh else NAME_FRESH_S)
+        if known and not fresh and (fixed or self._is_looked_up(name, since)):
             return
         try:
             async with asyncio.timeout(LOOK_S if known else None), self._flights.of(f"look {name}"):
-                if known and time.monotonic() - self._looked.get(name, float("-inf")) < NAME_FRESH_S:
-                    return
-                manifest = await self._look(reference, name)
-                if manifest is not None:
-                    await self._local.adopt(manifest.info(), manifest.project)
-                if not fixed:
+                if fixed:
+                    if known:
+                        await self._forget_removed(name)
+                    if self._local.find(reference) is None:
+                        await self._look(reference, name)
+                elif not known or not self._is_looked_up(name, since):
+                    began = time.monotonic()
+                    await self._look(reference, name)
                     await self._forget_removed(name)
                     # Names that nobody has are asked for again each time: they would only fill the memory.
                     if self._local.versions(name):
-                        self._looked[name] = time.monotonic()
+                        self._looked[name] = began
         except (TimeoutError, Unavailable):
             if not known:
                 raise
             self._looked[name] = time.monotonic()
 
-    async def _look(self, reference: Reference, name: str) -> Manifest | None:
+    def _is_looked_up(self, name: str, since: float) -> bool:
+        """Whether a look for the newest version began at that monotonic time or later."""
+        return self._looked.get(name, float("-inf")) > since
+
+    async def _look(self, reference: Reference, name: str) -> None:
+        """Takes over what the store has under the reference, if anything."""
         if isinstance(reference, ByDigest):
-            return await self.catalog.find_digest(name, reference.digest)
-        return await self.catalog.find(name, reference.version)
+            manifest = await self.catalog.find_digest(name, reference.digest)
+        else:
+            manifest = await self.catalog.find(name, reference.version)
+        if manifest is not None:
+            await self._local.adopt(manifest.info(), manifest.project)
 
     async def locate_all(self, name: str) -> None:
-        """Sees to it that the local catalog knows every version of a name. Raises Unavailable, ImageError."""
+        """Sees to it that the local catalog knows every version of a name, and none that is gone. Raises Unavailable, ImageError."""
         for version in await self.catalog.versions(name):
             await self.locate(ByName(name, version))
+        async with self._flights.of(f"look {name}"):
+            await self._forget_removed(name)
 
     async def _forget_removed(self, name: str) -> None:
         """Versions that another node has removed from the store go from here too, once nothing here uses them."""
+        # Taken before the store is asked: one that is pushed meanwhile would seem to be gone.
+        shared = [entry.info for entry in self._local.versions(name) if self._local.is_shared(name, entry.info.version)]
+        if not shared:
+            return
         there = set(await self.catalog.versions(name))
         needed = self._needed()
-        versions = [entry.info for entry in self._local.versions(name)]
-        gone = [
-            info
-            for info in versions
-            if info.version not in there and self._local.is_shared(name, info.version) and held_by(info.layers).metas.isdisjoint(needed)
-        ]
+        gone = [info for info in shared if info.version not in there and held_by(info.layers).metas.isdisjoint(needed)]
         if gone:
             await self._local.remove(gone)
 
@@ -210,7 +245,8 @@ class Sharing:
             others = await self.lease.others() if there else set[str]()
             for info in there:
                 if not held_by(info.layers).metas.isdisjoint(others):
-                    message = f"{info.name}@{info.version} is in use on another node: stop the sandboxes that run on it"
+                    layers = "stop the sandboxes that run on it, or on an image that shares a layer with it"
+                    message = f"{info.name}@{info.version} is in use on another node: {layers}"
                     raise Conflict(message, reason="in_use")
             check()
             for info in there:
@@ -219,6 +255,24 @@ class Sharing:
         if len(there) < len(images):
             # What one that was never pushed rests on is in the lease.
             await self.let_go()
+
+    async def remove_broken(self, name: str, version: int) -> None:
+        """Takes a version whose manifest can't be read out of the store. Those that run on its layers keep them: leases name layers.
+
+        Raises Conflict where it can be read by now, or is just being written, ImageNotFound where it is gone, Unavailable.
+        """
+        key = manifest_key(name, version)
+        if self._flights.busy(key):
+            raise Conflict(f"{name}@{version} is just being pushed or removed: try again after that", reason="busy")
+        async with self._flights.of(key), self._flights.of(f"look {name}"):
+            try:
+                mended = await self.catalog.find(name, version)
+            except ManifestBroken:
+                await self.catalog.remove(name, version)
+                return
+        if mended is None:
+            raise ImageNotFound(f"{name}@{version} was removed meanwhile")
+        raise Conflict(f"{name}@{version} was repaired meanwhile: look at it, and remove it again if need be", reason="busy")
 
     async def _is_in_store(self, info: ImageInfo, caller: Caller) -> bool:
         """Whether the store has this very image: before a node shared a store it gave numbers of its own. Raises PermissionDenied."""

@@ -36,6 +36,43 @@ async def test_workspace_and_toolkits_merge_into_the_base(client: DSecClient, ba
     await sandbox.stop()
 
 
+async def test_a_workspace_leaves_the_directories_that_it_passes_through_as_they_are(
+    client: DSecClient, base_tar: Path, tmp_path: Path
+) -> None:
+    home = tar(
+        [
+            member("home", tarfile.DIRTYPE, mode=0o711, mtime=1_600_000_000),
+            member("home/agent", tarfile.DIRTYPE, mode=0o700, uid=1000, gid=1000, pax_headers={"SCHILY.xattr.user.note": "kept"}),
+        ]
+    )
+    base, tool = tmp_path / "base.tar", tmp_path / "tool.tar"
+    base.write_bytes(OciImage.of([base_tar.read_bytes(), home]).archive())
+    tool.write_bytes(files({"home/agent/.tool/run": b"", "home/new/x": b""}))
+    (tmp_path / "repo").mkdir()
+    await client.images.import_(base, name="passed:base")
+    await client.images.import_(tmp_path / "repo", name="passed:repo", kind="workspace", at="/home/agent/repo")
+    await client.images.import_(tool, name="passed:tool", kind="toolkit")
+    sandbox = await client.run_container(args("passed:base", workspace="passed:repo", toolkits=("passed:tool",)))
+    xattrs = "import os; print(os.listxattr('/home/agent'))"
+    look = f"stat -c '%n %a %u %g %Y' /home /home/agent; stat -c '%n %a' /home/new; python3 -c \"{xattrs}\""
+    wanted = "/home 711 0 0 1600000000\n/home/agent 700 1000 1000 0\n/home/new 755\n['user.note']\n"
+    assert (await sandbox.exec(look)).stdout == wanted
+    assert (await sandbox.exec("touch ~/own && ls -A /home/agent", user="1000:1000", env={"HOME": "/home/agent"})).stdout.split() == [
+        ".tool",
+        "own",
+        "repo",
+    ]
+    assert not [entry.path async for entry in sandbox.diff() if entry.path not in ("home", "home/agent", "home/agent/own")]
+    # What is made of the sandbox shows the same, and so do those that start with its files.
+    packed = await sandbox.pack_diff("passed:packed")
+    [child] = await sandbox.fork(1)
+    again = await client.run_container(args(packed.image.name))
+    for other in (child, again):
+        assert "/home/agent 700 1000 1000 " in (await other.exec(look)).stdout
+        await other.stop()
+    await sandbox.stop()
+
+
 async def test_an_image_configuration_is_honoured(client: DSecClient, base_tar: Path, tmp_path: Path) -> None:
     run: dict[str, object] = {"Env": ["GREETING=hello", "PATH=/usr/bin:/bin"], "WorkingDir": "/srv/app", "Labels": {"k": "v"}}
     packed = two_layers(base_tar, run, tmp_path / "image.tar")

@@ -126,3 +126,13 @@ def docker_archive(layers: Sequence[bytes], run: Mapping[str, object] | None = N
         entries.append((member(name), config))
         manifest.append({"Config": name, "RepoTags": ["x:latest"], "Layers": names})
     return tar([*entries, (member("manifest.json"), json.dumps(manifest).encode())])
+
+
+def flat_docker_archive(layers: Sequence[bytes], run: Mapping[str, object] | None = None, *, compress: bool = True) -> bytes:
+    """What go-containerregistry's tarball package writes (crane, kaniko, ko): all in the root, a layer that occurs again only once."""
+    config = json.dumps({"config": dict(run or {}), "rootfs": {"type": "layers", "diff_ids": [digest(layer) for layer in layers]}}).encode()
+    stored = [gzip.compress(layer, 1, mtime=0) if compress else layer for layer in layers]
+    names = [f"{digest(data).removeprefix('sha256:')}.tar{'.gz' if compress else ''}" for data in stored]
+    manifest = [{"Config": digest(config), "RepoTags": ["x:latest"], "Layers": names}]
+    contents = {digest(config): config, **dict(zip(names, stored, strict=True)), "manifest.json": json.dumps(manifest).encode()}
+    return files(contents)

@@ -647,3 +647,51 @@ async def test_an_image_that_cannot_be_looked_up_starts_nothing(edge: Edge, node
     with pytest.raises(Unavailable):
         await create(edge)
     assert not node.kernel
+
+
+# -- what was read, for whoever asks now
+
+
+async def test_what_was_read_is_told_when_asked_and_asked_once_for_several_callers(
+    edge: Edge, images: LazyImages, blobfs: FakeBlobfs
+) -> None:
+    await create(edge)
+    blobfs.complete.add(BLOB)
+    await asyncio.gather(*(edge.count_reads() for _ in range(5)))
+    assert images.recorded == {BLOB: BlobFigures(fetched=5)} and blobfs.asked == [[BLOB]]
+    assert not images.adopted, "that is left to the next look"
+    await edge.count_reads()
+    assert blobfs.asked == [[BLOB], [BLOB]]
+
+
+async def test_without_a_lazy_layer_blobfs_is_not_asked(edge: Edge, blobfs: FakeBlobfs) -> None:
+    await edge.count_reads()
+    assert blobfs.listener is None and not blobfs.asked
+
+
+async def test_a_blobfs_that_fails_or_does_not_answer_holds_nobody_up_who_asks_what_was_read(
+    edge: Edge, images: LazyImages, blobfs: FakeBlobfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await create(edge)
+
+    async def lost(blobs: Iterable[str]) -> CacheFigures:
+        raise BlobfsLost("it is gone")
+
+    answer = asyncio.Event()
+    stats = blobfs.stats
+
+    async def slow(blobs: Iterable[str]) -> CacheFigures:
+        await answer.wait()
+        return await stats(blobs)
+
+    monkeypatch.setattr(ondemand, "COUNT_WITHIN_S", 0.01)
+    monkeypatch.setattr(blobfs, "stats", lost)
+    with structlog.testing.capture_logs() as logs:
+        await edge.count_reads()
+        await eventually(lambda: any("can't be counted" in line["event"] for line in logs))
+    monkeypatch.setattr(blobfs, "stats", slow)
+    async with asyncio.timeout(10):
+        await edge.count_reads()
+    assert not images.recorded
+    answer.set()
+    await eventually(lambda: images.recorded == {BLOB: BlobFigures(fetched=5)})

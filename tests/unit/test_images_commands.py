@@ -25,6 +25,7 @@ from dsec.cli.output import size
 from dsec.images.reads import BlobFigures
 from libdsec import DSecClient, Lock
 from libdsec.errors import ImageNotFound, InvalidArgument, PermissionDenied
+from tests.unit.images_archives import files, flat_docker_archive
 from tests.unit.images_nodes import Node, content, node
 
 
@@ -91,6 +92,14 @@ async def test_an_image_is_imported_here_and_pulled_there(a: Served, b: Served, 
     assert "no image" in await b.dsec("image", "pull", "nothing", code=1)
     assert (await b.dsec("image", "tag", "team/x:1@1", "team/x:stable")).startswith("team/x:stable@1 base")
     assert json.loads(await a.dsec("image", "show", "team/x:stable"))["digest"] == made["digest"]
+
+
+async def test_the_format_of_an_archive_can_be_said(a: Served, tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(flat_docker_archive([files({"a": b"1"})], {"Env": ["A=1"]}))
+    found_out = json.loads(await a.dsec("image", "import", str(tmp_path / "x.tar"), "--name", "x", "--json"))
+    taken_as_tar = json.loads(await a.dsec("image", "import", str(tmp_path / "x.tar"), "--name", "x", "--format", "tar", "--json"))
+    assert (found_out["config"]["env"], taken_as_tar["config"].get("env", {})) == ({"A": "1"}, {})
+    assert "oci-layout" in await a.dsec("image", "import", str(tmp_path / "x.tar"), "--name", "x", "--format", "oci-archive", code=1)
 
 
 @dataclass

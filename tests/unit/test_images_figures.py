@@ -151,6 +151,20 @@ async def test_reads_are_summed_over_restarts_of_both_sides(tmp_path: Path) -> N
         assert (await one.images.stats("x")).from_cache == 375
 
 
+async def test_what_was_read_is_counted_before_it_is_told(a: Node, tmp_path: Path) -> None:
+    info = await a.load("x", {"data": content(3, 1 << 20)})
+    async with node(tmp_path / "b", str(tmp_path / "shared")) as b:
+        await b.images.pull("x", True, quiet)
+
+        async def count() -> None:
+            await b.images.record_reads({info.layers[0].blob or "": BlobFigures(needed=4096, fetched=1 << 18)})
+
+        assert (await b.images.stats("x")).needed is None
+        b.images.count_reads = count
+        reads = await b.images.stats("x")
+        assert (reads.needed, reads.fetched) == (4096, 1 << 18)
+
+
 async def test_of_an_image_that_is_whole_here_it_is_not_known_what_is_read(a: Node, tmp_path: Path) -> None:
     info = await a.load("x", {"data": content(2, 1 << 20)})
     reads = await a.images.stats("x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 
 from dsec.images import leases
 from dsec.images.blobs import hex_of
+from dsec.images.catalog import Caller
 from dsec.images.importing import draft
 from dsec.images.shared import DOCUMENT_LIMIT, Listed
 from dsec.images.shared_catalog import MANIFEST_LIMIT, manifest_key
+from libdsec.errors import Conflict, ImageError, PermissionDenied
 from libdsec.schema import ImageFinding, ImageInfo
 from tests.unit.images_nodes import ADMIN, Node, content, node, quiet
 
@@ -185,11 +188,127 @@ async def test_what_lies_about_is_found(a: Node, url: str) -> None:
         ("store", "corrupt", manifest_key("bad", 1)),
     }
     left = {finding.object for finding in await check(a, repair=True) if not finding.repaired}
-    # Orphans in the store are gc's, which knows about leases; a manifest that can't be read is a human's.
+    # Orphans in the store are gc's, which knows about leases; of a manifest that can't be read this node doesn't know what it said.
     assert left == {f"blobs/{blob}.z", f"blobs/{blob}.idx", f"metas/{meta}.zst", manifest_key("bad", 1)}
-    Path(url, manifest_key("bad", 1)).unlink()
+    await a.images.remove("bad@1", ADMIN)
     await a.images.collect_garbage()
     assert await check(a) == []
+
+
+@pytest.mark.parametrize("damage", ["broken", "swollen", "another's"])
+async def test_a_manifest_that_cant_be_read_is_written_again_by_a_node_that_knows_the_image(
+    damage: str, a: Node, url: str, tmp_path: Path
+) -> None:
+    made = await a.load("team/x:1", {"data": content(20, 1 << 20)})
+    other = await a.load("y", {"data": content(21, 1 << 20)})
+    key = manifest_key("team/x:1", 1)
+    before = Path(url, key).read_bytes()
+    if damage == "broken":
+        Path(url, key).write_text('{"bad')
+    elif damage == "swollen":
+        swell(Path(url, key), MANIFEST_LIMIT + 1)
+    else:
+        Path(url, key).write_bytes(Path(url, manifest_key("y", 1)).read_bytes())
+    for path in Path(url).rglob("*"):
+        os.utime(path, (1, 1))
+    async with node(tmp_path / "b", url) as b:
+        told = f"{re.escape(key)} in the shared store is broken: .*`dsec image fsck` tells more"
+        with pytest.raises(ImageError, match=told):
+            await b.images.find("team/x:1")
+        with pytest.raises(ImageError, match=told):
+            await b.images.collect_garbage()
+        [finding] = [each for each in await check(b, repair=True) if each.object == key]
+        assert not finding.repaired and "`dsec image rm team/x:1@1`" in finding.detail
+        [finding] = await check(a)
+        assert (finding.problem, finding.object, finding.image, finding.repaired) == ("corrupt", key, "team/x:1@1", False)
+        [finding] = await check(a, repair=True)
+        assert (finding.object, finding.repaired) == (key, True)
+        assert Path(url, key).read_bytes() == before
+        assert (await b.images.find("team/x:1"), await b.images.find("y")) == (made, other)
+        await b.images.collect_garbage()
+        assert await check(a, deep=True) == await check(b, deep=True) == []
+
+
+async def test_a_manifest_is_written_again_only_with_its_layers_in_the_store(a: Node, url: str, tmp_path: Path) -> None:
+    made = await a.load("x", {"data": content(22, 1 << 20)})
+    key, frames = manifest_key("x", 1), f"blobs/{hex_of(made.layers[0].blob or '')}.z"
+    async with node(tmp_path / "b", url) as b:
+        await b.images.pull("x", False, quiet)
+        Path(url, key).write_text("{")
+        Path(url, frames).unlink()
+        assert {finding.object: finding.repaired for finding in await check(b, repair=True)} == {key: False, frames: False}
+        assert Path(url, key).read_text() == "{"
+    assert [(finding.object, finding.repaired) for finding in await check(a, repair=True)] == [(key, True)]
+    assert await check(a, deep=True) == []
+
+
+@pytest.mark.parametrize("meanwhile", ["mended", "removed"])
+async def test_what_became_of_a_broken_manifest_meanwhile_stays(meanwhile: str, a: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    await a.load("x", {"data": content(23, 1 << 20)})
+    path = Path(url, manifest_key("x", 1))
+    mended = path.read_bytes() + b" "
+    path.write_text("{")
+    shared = a.images._sharing
+    assert shared is not None
+    restore = shared.publisher.restore
+
+    async def late(image: ImageInfo, project: str) -> ImageInfo:
+        if meanwhile == "mended":
+            path.write_bytes(mended)
+        else:
+            path.unlink()
+        return await restore(image, project)
+
+    monkeypatch.setattr(shared.publisher, "restore", late)
+    [finding] = await check(a, repair=True)
+    assert finding.repaired == (meanwhile == "mended")
+    assert (path.read_bytes() if path.exists() else None) == (mended if meanwhile == "mended" else None)
+
+
+async def test_an_admin_removes_a_manifest_that_cant_be_read_from_a_node_that_doesnt_know_the_image(
+    a: Node, url: str, tmp_path: Path
+) -> None:
+    await a.load("x", {"data": content(24, 1 << 20)})
+    path = Path(url, manifest_key("x", 1))
+    path.write_text("{")
+    async with node(tmp_path / "b", url) as b:
+        with pytest.raises(PermissionDenied, match="only an admin"):
+            await b.images.remove("x@1", Caller(project="p", admin=False))
+        with pytest.raises(ImageError, match="fsck"):
+            await b.images.remove("x", ADMIN)
+        removed = await b.images.remove("x@1", ADMIN)
+        assert (removed.name, removed.version, removed.layers) == ("x", 1, [])
+        assert not path.exists()
+        assert (await b.load("x", {"data": content(25, 1 << 20)})).version == 2
+
+
+async def test_a_manifest_that_was_mended_meanwhile_is_not_removed(
+    a: Node, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await a.load("x", {"data": content(26, 1 << 20)})
+    path = Path(url, manifest_key("x", 1))
+    good = path.read_bytes()
+    path.write_text("{")
+    async with node(tmp_path / "b", url) as b:
+        shared = b.images._sharing
+        assert shared is not None
+        remove = shared.remove_broken
+
+        async def late(name: str, version: int) -> None:
+            path.write_bytes(good)
+            await remove(name, version)
+
+        monkeypatch.setattr(shared, "remove_broken", late)
+        with pytest.raises(Conflict, match="repaired meanwhile"):
+            await b.images.remove("x@1", ADMIN)
+        assert path.read_bytes() == good
+
+
+async def test_a_push_over_a_manifest_that_cant_be_read_names_it(a: Node, url: str) -> None:
+    await a.load("x", {"data": content(27, 1 << 20)})
+    Path(url, manifest_key("x", 1)).write_text("{")
+    with pytest.raises(ImageError, match=r"images/x/1\.json in the shared store is broken"):
+        await a.images.push("x@1", ADMIN, quiet)
 
 
 async def test_a_crash_in_a_push_is_said_and_needs_no_repair(a: Node, url: str) -> None:
@@ -272,7 +391,7 @@ async def test_objects_above_their_limit_are_faults_of_theirs_and_the_check_goes
     assert found.keys() == {*manifests, *held, *parts, lost}
     assert all("can be right" in finding.detail for key, finding in found.items() if key != lost)
     left = {finding.object for finding in await check(a, deep=True, repair=True) if not finding.repaired}
-    assert left == set(manifests), "those are a human's"
+    assert left == set(manifests), "this node doesn't know what they said"
     assert {finding.object for finding in await check(a, deep=True)} == set(manifests)
 
 

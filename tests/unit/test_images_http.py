@@ -237,6 +237,20 @@ async def test_a_tag_is_another_name_of_the_same_content(client: DSecClient, ser
     assert set(server.files()) == {digest.removeprefix("sha256:") for layer in first.layers for digest in (layer.digest, layer.blob)}
 
 
+async def test_a_digest_with_several_names_means_the_callers(client: DSecClient, server: Server, tree: Path) -> None:
+    made = await client.images.import_(tree, name="x")
+    server.project = "theirs"
+    await client.images.tag("x", "y")
+    with pytest.raises(PermissionDenied):
+        await client.images.remove(f"x@{made.digest}")
+    server.project = "mine"
+    assert (await client.images.remove(made.digest)).name == "x", "and not the newest one, which is another project's"
+    with pytest.raises(ImageNotFound):
+        await client.images.remove(f"x@{made.digest}")
+    with pytest.raises(PermissionDenied):
+        await client.images.remove(made.digest)
+
+
 async def test_a_tag_keeps_to_the_rules_of_names(client: DSecClient, server: Server, tree: Path) -> None:
     await client.images.import_(tree, name="x")
     with pytest.raises(InvalidArgument):

@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from dsec.images import ImageStore, ImportLimits
+from dsec.images import ImageStore, ImportLimits, erofs
+from dsec.images.blobs import hex_of
 from dsec.images.catalog import Caller
 from dsec.images.importing import ImportRequest
 from dsec.store import Store
 from libdsec.errors import Conflict, DSecError, ImageError, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied
 from libdsec.schema import ImageFinding, ImageInfo, ImportLine
-from tests.unit.images_archives import OCI_LAYER, OciImage, digest, docker_archive, files, member, tar
+from tests.unit.images_archives import OCI_LAYER, OciImage, digest, docker_archive, files, flat_docker_archive, member, tar
 
 ADMIN = Caller(project="root", admin=True)
 DEADLINE_S = 30.0
@@ -118,6 +119,32 @@ async def test_a_docker_archive_with_a_repeated_layer_is_read(images: ImageStore
     info = await load(images, docker_archive([layer, files({"b": b"2"}), layer], {"Env": ["A=1"]}))
     assert info.config.env == {"A": "1"}
     assert len(info.layers) == 1
+
+
+@pytest.mark.parametrize("compress", [True, False])
+async def test_a_docker_archive_with_all_in_its_root_is_read_as_one(images: ImageStore, compress: bool) -> None:
+    layer = files({"a": b"1"})
+    layers = [layer, files({"b": b"2"}), layer]
+    saved = await load(images, docker_archive(layers, {"Env": ["A=1"]}))
+    flat = await load(images, flat_docker_archive(layers, {"Env": ["A=1"]}, compress=compress))
+    assert (flat.config, flat.layers) == (saved.config, saved.layers)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"{",
+        b'{"name": "app"}',
+        b"[]",
+        b'[{"Config": "app.js", "Layers": []}]',
+        b'[{"Config": "app.js", "Layers": ["lib"]}]',
+        b'[{"Config": "app.js", "Layers": ["gone.tar"]}]',
+        b'[{"Config": "app.js", "Layers": ["lib/a.js"]}]' + b" " * ImportLimits().document,
+    ],
+)
+async def test_a_root_filesystem_with_a_manifest_of_its_own_stays_a_tar(images: ImageStore, manifest: bytes) -> None:
+    tree = tar([(member("manifest.json"), manifest), (member("app.js"), b"1"), member("lib", tarfile.DIRTYPE), (member("lib/a.js"), b"2")])
+    assert (await load(images, tree)).layers == (await load(images, tree, format="tar")).layers
 
 
 async def test_adjacent_layers_are_collapsed_up_to_the_limit(tmp_path: Path, store: Store) -> None:
@@ -401,6 +428,31 @@ async def test_an_environment_stacks_toolkits_on_the_workspace_on_the_base(image
     assert made.config.env == {"A": "base", "B": "work", "C": "two"}
     assert made.config.user == "A=base"
     assert (made.image, made.workspace, made.toolkits) == ("base@1", "work@1", ("one@1", "two@1"))
+
+
+async def test_a_settled_environment_says_again_what_lower_layers_say_of_directories(images: ImageStore, tmp_path: Path) -> None:
+    named = [member("home", tarfile.DIRTYPE, mode=0o711), member("home/agent", tarfile.DIRTYPE, mode=0o700, uid=1000)]
+    await load(images, tar([*named, member("etc")]), name="base")
+    await load(images, files({"a": b"1"}), name="work", kind="workspace", at="/home/agent/repo")
+    await load(images, tar([*named, member("home/agent/x")]), name="tool", kind="toolkit")
+    for names in (("base", None, ()), ("base", None, ("tool",)), ("base", "work", ("tool",))):
+        plain = images.resolve(*names)
+        assert await images.settle(plain) == plain, "nothing is lacking"
+    plain = images.resolve("base", "work", ())
+    settled = await images.settle(plain)
+    assert settled.layers[1:] == plain.layers
+    cover = settled.layers[0]
+    found = dict(erofs.entries((tmp_path / "images/blobs" / hex_of(cover.digest)).read_bytes()))
+    assert {path: (entry.mode & 0o7777, entry.uid) for path, entry in found.items() if path} == {
+        b"home": (0o711, 0),
+        b"home/agent": (0o700, 1000),
+    }
+    assert cover.blob is None
+    # It isn't collected while it may be wanted, and made again where it is gone.
+    await images.collect_garbage()
+    assert await images.settle(plain) == settled and len(await images.ensure(settled)) == 3
+    (tmp_path / "images/blobs" / hex_of(cover.digest)).unlink()
+    assert len(await images.ensure(await images.settle(plain))) == 3
 
 
 async def test_an_image_of_another_kind_is_refused_by_field(images: ImageStore) -> None:

@@ -175,6 +175,82 @@ async def test_a_newer_version_of_another_node_is_what_a_plain_name_means(a: Nod
     assert b.images.resolve("x", None, ()).image == "x@1"
 
 
+async def test_calls_by_plain_name_see_at_once_what_another_node_made_and_starts_see_it_later(a: Node, b: Node) -> None:
+    await a.load("x", {"a": b"1"})
+    await start_on(b, "x")
+    newer = await a.load("x", {"a": b"2"})
+    await b.images.locate("x", None, ())
+    assert b.images.resolve("x", None, ()).image == "x@1", "a start looks again after ten seconds only"
+    assert await b.images.find("x") == newer
+    assert b.images.resolve("x", None, ()).image == "x@2"
+    newer = await a.load("x", {"a": b"3"})
+    assert await b.images.pull("x", False, quiet) == newer
+    newer = await a.load("x", {"a": b"4"})
+    assert (await b.images.tag("x", "y", ADMIN, None, quiet)).digest == newer.digest
+
+
+async def test_a_version_that_another_node_removed_is_found_no_more(a: Node, b: Node) -> None:
+    kept, gone = await a.load("x", {"a": b"1"}), await a.load("x", {"a": b"2"})
+    lock = locked("x", gone.digest)
+    for reference in ("x@1", "x@2", lock):
+        await start_on(b, reference)
+    b.live.add(hex_of(gone.layers[0].digest))
+    await a.images._catalog.remove([gone])
+    shared = a.images._sharing
+    assert shared is not None
+    await shared.catalog.remove("x", 2)
+    assert await b.images.find("x@2") == gone, "it is in use here"
+    b.live.clear()
+    await b.images.locate("x@2", None, ())
+    assert b.images.get("x@2") == gone, "a start doesn't ask"
+    for reference in (lock, "x@2"):
+        with pytest.raises(ImageNotFound):
+            await b.images.find(reference)
+    with pytest.raises(ImageNotFound):
+        await b.images.pull("x@2", False, quiet)
+    assert await b.images.find("x@1") == kept
+
+
+@pytest.mark.parametrize("reference", ["x", "x@1"])
+async def test_a_slow_store_does_not_keep_a_known_image_from_being_told(
+    reference: str, a: Node, b: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await a.load("x", {"a": b"1"})
+    await start_on(b, "x")
+    shared = b.images._sharing
+    assert shared is not None
+
+    async def never(name: str) -> list[int]:
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(shared.catalog, "versions", never)
+    monkeypatch.setattr("dsec.images.sharing.LOOK_S", 0.01)
+    async with asyncio.timeout(10):
+        assert await b.images.find(reference) == made
+
+
+async def test_an_image_that_is_pushed_while_the_store_is_looked_through_is_not_taken_for_a_removed_one(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(tmp_path / "a", None) as a:
+        await a.load("x", {"a": b"1"})
+        second = await a.load("x", {"a": b"2"})
+    async with node(tmp_path / "a", url) as a:
+        await a.images.push("x@1", ADMIN, quiet)
+        shared = a.images._sharing
+        assert shared is not None
+        versions = shared.catalog.versions
+
+        async def pushed_behind_the_look(name: str) -> list[int]:
+            found = await versions(name)
+            monkeypatch.setattr(shared.catalog, "versions", versions)
+            await a.images.push("x@2", ADMIN, quiet)
+            return found
+
+        monkeypatch.setattr(shared.catalog, "versions", pushed_behind_the_look)
+        assert await a.images.find("x@1") and a.images.get("x@2").digest == second.digest
+
+
 async def test_a_digest_is_found_by_the_name_beside_it_whatever_the_newest_version_is(a: Node, b: Node) -> None:
     first = await a.load("x", {"a": b"1"})
     await a.load("x", {"a": b"2"})
@@ -520,6 +596,7 @@ async def pack_on(at: Node, base: str, name: str, seed: int) -> ImageInfo:
         blob_bytes=layer.blob_bytes,
         entries=2,
         extra_ids=(),
+        unnamed=layer.unnamed,
         dropped_xattrs=0,
     )
     packed = PackedLayer(report=report, directory=workspace, base=at.images.resolve(base, None, ()))
@@ -630,6 +707,29 @@ async def test_an_image_in_use_on_another_node_is_not_removed(a: Node, b: Node) 
     b.live.add(made.layers[0].digest)
     with pytest.raises(Conflict, match="is in use"):
         await b.images.remove("x", ADMIN)
+
+
+async def test_an_image_that_shares_a_layer_with_one_in_use_is_not_removed_and_the_message_says_why(a: Node, b: Node) -> None:
+    made = await a.load("x", {"a": b"1"})
+    await a.images.tag("x", "y", ADMIN, None, quiet)
+    await start_on(b, "x")
+    why = "stop the sandboxes that run on it, or on an image that shares a layer with it"
+    with pytest.raises(Conflict, match=f"y@1 is in use on another node: {why}"):
+        await a.images.remove("y", ADMIN)
+    a.live.add(made.layers[0].digest)
+    with pytest.raises(Conflict, match=f"y@1 is in use: {why}"):
+        await a.images.remove("y", ADMIN)
+    a.live.clear()
+
+
+async def test_removing_a_name_removes_what_other_nodes_made_and_tells_the_newest(a: Node, b: Node, url: str) -> None:
+    await a.load("x", {"a": b"1"})
+    await start_on(b, "x")
+    newest = await a.load("x", {"a": b"2"})
+    assert await b.images.remove("x", ADMIN) == newest
+    assert not [key for key in objects(url) if key.endswith(".json")]
+    with pytest.raises(ImageNotFound):
+        await a.images.remove("x", ADMIN)
 
 
 async def test_an_image_that_is_being_pushed_is_not_removed(a: Node, b: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ use crate::globs::Globs;
 use crate::image;
 use crate::limits::Limits;
 use crate::tree::{
-    components, inherit, keep_xattr, merge, raise, Arena, Attributes, Directory, LayerBuilder,
-    Leaf, LeafId, LeafKind, Node, Place, Target,
+    components, cover, inherit, keep_xattr, merge, raise, Arena, Attributes, Directory,
+    LayerBuilder, Leaf, LeafId, LeafKind, Node, Place, Target,
 };
 
 /// A layer's blob is rewritten when more than one in this many of its blocks belongs to no file any more.
@@ -108,11 +108,7 @@ impl Converter {
             // The place exists even if nothing is put into it.
             let place = format!("/{}", String::from_utf8_lossy(&self.at.join(&b'/')));
             if let Target::File(place) = builder.target(self.at.clone(), &self.arena)? {
-                let attributes = Attributes {
-                    mode: 0o755,
-                    ..Attributes::default()
-                };
-                builder.put_directory(&place, attributes, &mut self.arena)?;
+                builder.make_directory(&place, &mut self.arena)?;
             } else {
                 return Err(LayerError::Usage(format!(
                     "--at {place} is the name of a whiteout"
@@ -154,6 +150,19 @@ impl Converter {
             Some(lower) => merge(lower, upper),
             None => upper,
         });
+        Ok(())
+    }
+
+    /// Takes what overlayfs lacks to show a stack of layers made earlier (lowest first) as one: directories alone.
+    pub fn cover(&mut self, stack: &[Vec<u8>]) -> Result<()> {
+        let mut trees = Vec::with_capacity(stack.len());
+        for metadata in stack {
+            trees.push(image::read(metadata, &mut self.arena)?);
+            self.arena.uncount();
+        }
+        let stack: Vec<&Directory> = trees.iter().rev().collect();
+        self.tree = cover(&stack);
+        self.entries = self.tree.as_ref().map_or(0, count_directories);
         Ok(())
     }
 
@@ -368,6 +377,14 @@ pub fn check_device(major: u32, minor: u32) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+fn count_directories(top: &Directory) -> u64 {
+    let below = top.children.values().map(|node| match node {
+        Node::Directory(child) => count_directories(child),
+        Node::Leaf(_) | Node::Whiteout => 0,
+    });
+    1 + below.sum::<u64>()
 }
 
 fn blocks(leaf: &Leaf) -> u64 {

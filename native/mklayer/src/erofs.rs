@@ -45,6 +45,10 @@ const HOLE: u32 = u32::MAX;
 /// The only device slot; 0 is the metadata file itself.
 const BLOB_DEVICE: u16 = 1;
 
+/// The mark of a directory that no entry of the sources named: its attributes are made up, and those of a directory below it count (`cover`). Under
+/// overlayfs' prefix it is neither shown nor copied up; overlayfs itself knows nothing of it.
+pub const UNNAMED: &[u8] = b"trusted.overlay.unnamed";
+
 const XATTR_HEADER: usize = 12;
 /// Bytes of xattrs of one inode: their count of 4-byte units is 16 bits.
 const XATTRS_MAX: usize = 4 * (u16::MAX as usize - 1);
@@ -65,6 +69,8 @@ pub struct Metadata {
     pub inodes: u64,
     /// Owner ids above 65,535, ascending.
     pub extra_ids: Vec<u32>,
+    /// Directories with the mark `UNNAMED`.
+    pub unnamed: usize,
 }
 
 /// The data blob that the metadata points to.
@@ -88,6 +94,9 @@ pub fn build(
     let inodes_end = plan.end;
     let total = plan.finish(max_bytes)?;
     let extra_ids = plan.extra_ids()?;
+    let directories = plan.directories.iter();
+    let unnamed = directories.filter(|planned| planned.directory.synthesized);
+    let unnamed = unnamed.count();
     let mut image = Image {
         bytes: vec![0; total as usize],
         inode_number: 0,
@@ -101,6 +110,7 @@ pub fn build(
         digest,
         inodes: u64::from(image.inode_number),
         extra_ids,
+        unnamed,
     })
 }
 
@@ -336,6 +346,9 @@ fn directory_xattrs(directory: &Directory) -> BTreeMap<Vec<u8>, Vec<u8>> {
     let mut xattrs = directory.attributes.xattrs.clone();
     if directory.opaque {
         xattrs.insert(b"trusted.overlay.opaque".to_vec(), b"y".to_vec());
+    }
+    if directory.synthesized {
+        xattrs.insert(UNNAMED.to_vec(), Vec::new());
     }
     let hides = |node: &Node| matches!(node, Node::Whiteout);
     if directory.children.values().any(hides) {

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 
 use crate::blob::{copy_blocks, BlobWriter, BLOCK, BLOCK_BITS};
-use crate::erofs::BlobRef;
+use crate::erofs::{BlobRef, UNNAMED};
 use crate::error::{LayerError, Result};
 use crate::extents::{FileData, Run, CHUNK_INDEX};
 use crate::limits::{FILE_SIZE_MAX, NAME_MAX, PATH_MAX};
@@ -38,6 +38,7 @@ pub fn read(metadata: &[u8], arena: &mut Arena) -> Result<Directory> {
         arena,
         leaves: BTreeMap::new(),
         directories: BTreeSet::new(),
+        read: 0,
         depth: 0,
     };
     image.read()
@@ -93,6 +94,13 @@ pub fn move_data(
     Ok(())
 }
 
+/// Xattrs of an inode, and what those among them say that are ours.
+struct Steering {
+    xattrs: Xattrs,
+    opaque: bool,
+    unnamed: bool,
+}
+
 struct Image<'a> {
     bytes: &'a [u8],
     arena: &'a mut Arena,
@@ -100,6 +108,8 @@ struct Image<'a> {
     leaves: BTreeMap<u64, LeafId>,
     /// Those that were read: each has one name.
     directories: BTreeSet<u64>,
+    /// Bytes of content, xattrs and chunk indexes so far: each belongs to one inode, so there are no more than the file has.
+    read: usize,
     depth: usize,
 }
 
@@ -113,6 +123,8 @@ struct Inode {
     attributes: Attributes,
     /// `trusted.overlay.opaque` is among its xattrs.
     opaque: bool,
+    /// `UNNAMED` is among its xattrs.
+    unnamed: bool,
     /// Behind inode and xattrs.
     end: usize,
 }
@@ -169,7 +181,12 @@ impl Image<'_> {
             0 => 0,
             units => XATTR_HEADER + 4 * (units - 1),
         };
-        let (xattrs, opaque) = self.xattrs(at + INODE_SIZE, xattr_bytes)?;
+        self.charge(xattr_bytes)?;
+        let Steering {
+            xattrs,
+            opaque,
+            unnamed,
+        } = self.xattrs(at + INODE_SIZE, xattr_bytes)?;
         let mtime_nsec = self.u32(at + 40)?;
         if mtime_nsec >= NANOSECONDS {
             return Err(broken("a fraction of a second that is none"));
@@ -189,13 +206,23 @@ impl Image<'_> {
                 xattrs,
             },
             opaque,
+            unnamed,
             end: at + INODE_SIZE + xattr_bytes,
         })
     }
 
-    fn xattrs(&mut self, at: usize, length: usize) -> Result<(Xattrs, bool)> {
+    /// Notes that so many bytes are read.
+    fn charge(&mut self, bytes: usize) -> Result<()> {
+        self.read = self.read.saturating_add(bytes);
+        if self.read > self.bytes.len() {
+            return Err(broken("several files with the same bytes"));
+        }
+        Ok(())
+    }
+
+    fn xattrs(&mut self, at: usize, length: usize) -> Result<Steering> {
         let mut kept = Xattrs::new();
-        let mut opaque = false;
+        let (mut opaque, mut unnamed) = (false, false);
         let (mut next, end) = (at + XATTR_HEADER, at + length);
         while length > 0 && next < end {
             let head: [u8; 4] = self.number(next)?;
@@ -213,6 +240,7 @@ impl Image<'_> {
             next += (4 + name_length + value_length).next_multiple_of(4);
             match name.as_slice() {
                 b"trusted.overlay.opaque" => opaque = true,
+                UNNAMED => unnamed = true,
                 // Made anew where the merged directory needs it.
                 b"trusted.overlay.origin" => {}
                 name if !keep_xattr(name) => return Err(broken("an xattr that no layer has")),
@@ -222,25 +250,27 @@ impl Image<'_> {
                 }
             }
         }
-        Ok((kept, opaque))
+        Ok(Steering {
+            xattrs: kept,
+            opaque,
+            unnamed,
+        })
     }
 
     /// Content that stands in the metadata: whole blocks, and for the inline layout a tail behind the inode.
-    fn content(&self, inode: &Inode) -> Result<Vec<u8>> {
+    fn content(&mut self, inode: &Inode) -> Result<Vec<u8>> {
         let size = usize::try_from(inode.size).map_err(|_| broken("content beyond its end"))?;
+        self.charge(size)?;
         let tail = match inode.layout {
             0 => 0,
             2 => size % BLOCK as usize,
             _ => return Err(broken("content in an unknown layout")),
         };
-        if size > self.bytes.len() {
-            return Err(broken("content beyond its end"));
-        }
         let blocks = self.part(inode.union as usize * BLOCK as usize, size - tail)?;
         Ok([blocks, self.part(inode.end, tail)?].concat())
     }
 
-    fn target(&self, inode: &Inode) -> Result<Vec<u8>> {
+    fn target(&mut self, inode: &Inode) -> Result<Vec<u8>> {
         let fits = (1..=PATH_MAX as u64).contains(&inode.size);
         let target = if fits {
             self.content(inode)?
@@ -279,7 +309,7 @@ impl Image<'_> {
         self.depth -= 1;
         Ok(Directory {
             attributes: inode.attributes,
-            synthesized: false,
+            synthesized: inode.unnamed,
             opaque: inode.opaque,
             children,
         })
@@ -332,8 +362,9 @@ impl Image<'_> {
             chunk_bits: (inode.union & 0x1f) + BLOCK_BITS,
             runs: Vec::new(),
         };
-        self.arena
-            .charge_meta(data.chunks().saturating_mul(CHUNK_INDEX))?;
+        let indexes = data.chunks().saturating_mul(CHUNK_INDEX);
+        self.arena.charge_meta(indexes)?;
+        self.charge(indexes as usize)?;
         let start = (inode.end as u64).next_multiple_of(CHUNK_INDEX) as usize;
         let blocks_per_chunk = 1_u64 << (data.chunk_bits - BLOCK_BITS);
         for chunk in 0..data.chunks() {

@@ -43,10 +43,12 @@ const USAGE: &str =
     "usage: dsec-mklayer --meta FILE --blob FILE [--at /PATH] [LIMIT…] [--below META [--data BLOB]]… [TAR…]
        dsec-mklayer --meta FILE --blob FILE [LIMIT…] --layer META [--data BLOB] [--layer …]
        dsec-mklayer --directory-fd N --meta-fd N --blob-fd N [--exclude GLOB]… [LIMIT…]
+       dsec-mklayer --meta FILE --blob FILE [LIMIT…] --cover META [--cover …]
        dsec-mklayer --check META [LIMIT…]
 Makes one EROFS layer of uncompressed tar archives (none given, or -: stdin), of other layers (both: lowest first), or of the directory open at a
 descriptor, and writes it to new files or to empty ones that are open. --below: layers under the archives (lowest first), to which these may have hard
-links and through whose symbolic links their names may lead. --check: refuses metadata that this program wouldn't have written. LIMIT: --max-entries N, --max-depth N, --max-bytes N, --max-meta N.";
+links and through whose symbolic links their names may lead. --cover: makes a layer of the
+directories whose attributes an overlay of these layers (lowest first) would take from one that doesn't name them. --check: refuses metadata that this program wouldn't have written. LIMIT: --max-entries N, --max-depth N, --max-bytes N, --max-meta N.";
 
 struct Options {
     limits: Limits,
@@ -76,6 +78,7 @@ enum SourcePlace {
         below: Vec<LayerFiles>,
     },
     Layers(Vec<LayerFiles>),
+    Cover(Vec<PathBuf>),
     Directory {
         top: RawFd,
         exclude: Vec<String>,
@@ -90,6 +93,7 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
     let mut check = None;
     let mut archives = Vec::new();
     let (mut layers, mut below): (Vec<LayerFiles>, Vec<LayerFiles>) = Default::default();
+    let mut cover = Vec::new();
     let mut data_is_below = false;
     let mut exclude = Vec::new();
     let mut arguments = arguments;
@@ -139,6 +143,7 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
                     _ => return Err(usage("--data stands behind its --layer or --below".into())),
                 }
             }
+            "--cover" => cover.push(PathBuf::from(value)),
             "--at" => at = value,
             "--max-entries" => limits.entries = number()?,
             // Trees are walked recursively where they are merged.
@@ -171,6 +176,14 @@ fn parse_options(arguments: impl Iterator<Item = String>) -> Result<Options> {
         None if !below.is_empty() && !layers.is_empty() => {
             return Err(usage("--below goes with archives".into()))
         }
+        None if !cover.is_empty()
+            && archives.is_empty()
+            && layers.is_empty()
+            && below.is_empty() =>
+        {
+            SourcePlace::Cover(cover)
+        }
+        _ if !cover.is_empty() => return Err(usage("--cover goes with nothing else".into())),
         None if archives.is_empty() && !layers.is_empty() => SourcePlace::Layers(layers),
         None if layers.is_empty() => {
             if archives.is_empty() {
@@ -271,6 +284,7 @@ enum Source {
         below: Vec<OpenLayer>,
     },
     Layers(Vec<OpenLayer>),
+    Cover(Vec<Vec<u8>>),
     Directory(OwnedFd, Globs),
 }
 
@@ -284,6 +298,12 @@ fn open_source(place: &SourcePlace, limits: &Limits) -> Result<Source> {
             below: open_layers(below, limits)?,
         },
         SourcePlace::Layers(layers) => Source::Layers(open_layers(layers, limits)?),
+        SourcePlace::Cover(stack) => Source::Cover(
+            stack
+                .iter()
+                .map(|path| read_metadata(path, limits))
+                .collect::<Result<_>>()?,
+        ),
         SourcePlace::Directory { top, exclude } => {
             Source::Directory(inherited(*top)?, Globs::new(exclude)?)
         }
@@ -380,11 +400,11 @@ fn make(output: &OutputPlace, source_place: &SourcePlace, limits: &Limits) -> Re
     let mut outputs = open_outputs(output)?;
     let at: &[u8] = match source_place {
         SourcePlace::Archives { at, .. } => at,
-        SourcePlace::Layers(_) | SourcePlace::Directory { .. } => b"/",
+        SourcePlace::Layers(_) | SourcePlace::Cover(_) | SourcePlace::Directory { .. } => b"/",
     };
     let scope = match &source {
         Source::Directory(top, _) => Scope::Directory(top.as_raw_fd()),
-        Source::Archives { .. } | Source::Layers(_) => Scope::OpenFiles,
+        Source::Archives { .. } | Source::Layers(_) | Source::Cover(_) => Scope::OpenFiles,
     };
     match output {
         OutputPlace::Files { meta, blob } => {
@@ -407,6 +427,7 @@ fn make(output: &OutputPlace, source_place: &SourcePlace, limits: &Limits) -> Re
         Source::Layers(layers) => layers
             .into_iter()
             .try_for_each(|(metadata, data)| converter.add_image(&metadata, data))?,
+        Source::Cover(stack) => converter.cover(&stack)?,
         Source::Directory(top, globs) => removed = converter.add_directory(top, &globs)?,
     }
     let converted = converter.finish(outputs.spare)?;
@@ -458,12 +479,13 @@ fn report(layer: &Report<'_>) -> String {
         None => ("null".into(), 0),
     };
     format!(
-        "{{\"meta\":\"{}\",\"meta_bytes\":{},\"blob\":{blob},\"blob_bytes\":{blob_bytes},\"entries\":{},\"inodes\":{},\"extra_ids\":{:?},\"dropped_xattrs\":{},\"removed\":{removed:?}}}",
+        "{{\"meta\":\"{}\",\"meta_bytes\":{},\"blob\":{blob},\"blob_bytes\":{blob_bytes},\"entries\":{},\"inodes\":{},\"extra_ids\":{:?},\"unnamed\":{},\"dropped_xattrs\":{},\"removed\":{removed:?}}}",
         erofs::hex(&layer.metadata.digest),
         layer.metadata.image.len(),
         layer.entries,
         layer.metadata.inodes,
         layer.metadata.extra_ids,
+        layer.metadata.unnamed,
         layer.dropped_xattrs,
     )
 }

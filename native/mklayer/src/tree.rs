@@ -3,7 +3,7 @@
 //! Whiteouts follow the OCI image specification ("Representing Changes"): `.wh.NAME` hides NAME of the layers below, `.wh..wh..opq` hides
 //! everything below that directory, and neither touches what the same layer brings, in whatever order the entries stand.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::error::{LayerError, Result};
 use crate::extents::FileData;
@@ -113,18 +113,51 @@ fn shown<'t>(stack: &[&'t Directory], path: &[Vec<u8>]) -> Option<&'t Node> {
     let (name, parents) = path.split_last()?;
     let mut stack = uncovered(stack.iter().copied());
     for parent in parents {
-        let below = stack
-            .iter()
-            .map_while(|directory| match directory.children.get(parent) {
-                None => Some(None),
-                Some(Node::Directory(child)) => Some(Some(&**child)),
-                Some(Node::Leaf(_) | Node::Whiteout) => None,
-            });
-        stack = uncovered(below.flatten());
+        stack = step(&stack, parent);
     }
     stack
         .iter()
         .find_map(|directory| directory.children.get(name))
+}
+
+/// What overlayfs lacks to show a stack of trees (highest first) as merging them would: it takes the attributes of a directory from the highest layer
+/// that has it, also where no entry named it there and they are made up. None: nothing is lacking.
+pub fn cover(stack: &[&Directory]) -> Option<Directory> {
+    cover_of(&uncovered(stack.iter().copied()))
+}
+
+fn cover_of(stack: &[&Directory]) -> Option<Directory> {
+    let [upper @ .., _] = stack else { return None };
+    let highest = upper.first()?;
+    let named = stack.iter().find(|directory| !directory.synthesized);
+    let names: BTreeSet<&Vec<u8>> = upper.iter().flat_map(|one| one.children.keys()).collect();
+    let below = |name| Some((Vec::clone(name), cover_of(&step(stack, name))?));
+    let children: BTreeMap<Vec<u8>, Node> = names
+        .into_iter()
+        .filter_map(below)
+        .map(|(name, made)| (name, Node::Directory(Box::new(made))))
+        .collect();
+    if children.is_empty() && (!highest.synthesized || named.is_none()) {
+        return None;
+    }
+    Some(Directory {
+        attributes: named.unwrap_or(highest).attributes.clone(),
+        synthesized: named.is_none(),
+        opaque: false,
+        children,
+    })
+}
+
+/// The directories of that name in the directories of a stack, highest first, as far down as it is one.
+fn step<'t>(stack: &[&'t Directory], name: &Vec<u8>) -> Vec<&'t Directory> {
+    let below = stack
+        .iter()
+        .map_while(|directory| match directory.children.get(name) {
+            None => Some(None),
+            Some(Node::Directory(child)) => Some(Some(&**child)),
+            Some(Node::Leaf(_) | Node::Whiteout) => None,
+        });
+    uncovered(below.flatten())
 }
 
 /// Those of the directories, highest first, that no opaque one hides.
@@ -186,7 +219,7 @@ pub fn inherit(upper: &mut Directory, lower: &Directory) {
     }
     if upper.synthesized {
         upper.attributes = lower.attributes.clone();
-        upper.synthesized = false;
+        upper.synthesized = lower.synthesized;
     }
     for (name, node) in &mut upper.children {
         if let (Node::Directory(above), Some(Node::Directory(below))) =
@@ -232,17 +265,17 @@ pub fn components(name: &[u8], limits: &Limits) -> Result<Vec<Vec<u8>>> {
     if parts.iter().any(|part| part == b"..") {
         return Err(LayerError::input("\"..\" in the name"));
     }
-    if let Some(long) = parts.iter().find(|part| part.len() > NAME_MAX) {
-        return Err(LayerError::input(format!(
-            "a name of {} bytes, at most {NAME_MAX} are allowed",
-            long.len()
-        )));
-    }
     check_place(&parts, limits)?;
     Ok(parts)
 }
 
 fn check_place(path: &[Vec<u8>], limits: &Limits) -> Result<()> {
+    if let Some(long) = path.iter().find(|part| part.len() > NAME_MAX) {
+        return Err(LayerError::input(format!(
+            "a name of {} bytes, at most {NAME_MAX} are allowed",
+            long.len()
+        )));
+    }
     if path.len() > limits.depth {
         return Err(LayerError::input(format!(
             "{} directories below each other, at most {} are allowed",
@@ -492,6 +525,12 @@ impl<'a> LayerBuilder<'a> {
             };
         }
         Ok(directory)
+    }
+
+    /// Makes a directory that no entry names, unless it is there.
+    pub fn make_directory(&mut self, place: &Place, arena: &mut Arena) -> Result<()> {
+        let path: Vec<_> = place.parent.iter().chain(&place.name).cloned().collect();
+        self.directory(&path, arena).map(|_| ())
     }
 
     /// A directory entry: it gives a directory that is there its attributes, and replaces anything else.
@@ -758,6 +797,43 @@ mod tests {
             assert!(components(name.as_bytes(), &limits).is_err(), "{name:.20}");
         }
         assert_eq!(components(b"//a/./b/", &limits).unwrap(), [b"a", b"b"]);
+    }
+
+    #[test]
+    fn a_cover_gives_directories_what_lower_layers_say_of_them() {
+        let mut arena = Arena::new(Limits::default());
+        let base = layer(None, &mut arena, &["home/", "home/agent/", "opt/", "srv/"]);
+        let workspace = layer(
+            None,
+            &mut arena,
+            &["home/agent/repo/file", "opt/tool", "new/x"],
+        );
+        let toolkit = layer(
+            None,
+            &mut arena,
+            &["srv/.wh..wh..opq", "srv/y", ".wh.opt", "home/z"],
+        );
+        let made = cover(&[&toolkit, &workspace, &base]).unwrap();
+        // Of `srv` the toolkit says what is in it, `opt` it hides, and `new` is named by nobody.
+        let mut lines = Vec::new();
+        show(&made, "", &mut lines);
+        assert_eq!(lines, ["home/", "home/agent/"]);
+        let Some(Node::Directory(home)) = made.children.get(b"home".as_slice()) else {
+            unreachable!("just listed")
+        };
+        assert_eq!((home.attributes.mode, home.synthesized), (0o700, false));
+        assert!(cover(&[&workspace]).is_none() && cover(&[]).is_none());
+        assert!(cover(&[&base, &workspace]).is_none(), "the base names them");
+        assert!(cover(&[&made, &toolkit, &workspace, &base]).is_none());
+    }
+
+    #[test]
+    fn a_link_leads_to_no_name_that_cannot_be() {
+        let mut arena = Arena::new(Limits::default());
+        let long = format!("link -> {}", "y".repeat(256));
+        let lower = layer(None, &mut arena, &[&long]);
+        let builder = LayerBuilder::new([&lower]);
+        assert!(builder.target(path("link/file"), &arena).is_err());
     }
 
     #[test]
