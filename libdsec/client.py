@@ -6,19 +6,19 @@ import asyncio
 import builtins
 import contextlib
 import os
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
-from urllib.parse import quote
 
 import msgspec
 from yarl import URL
 
 from libdsec.config import resolve
 from libdsec.errors import DeadlineExceeded, DSecError, InvalidArgument, NoCapacity, Unavailable, Unsupported, from_body
+from libdsec.idempotency import check_differ, once_key
+from libdsec.ids import sandbox_path
 from libdsec.images import Images
 from libdsec.keys import Keys
 from libdsec.nodes import Nodes
@@ -67,8 +67,8 @@ class DSecClient:
 
     ``project``: in which an administrator's key acts instead of its own; another project than its own is refused to any other key.
 
-    Raises InvalidArgument when no address is to be found. Every call may raise AuthenticationError, PermissionDenied, and Unavailable when
-    the server can't be reached: after 3 seconds if it never was, else after a minute of trying.
+    Raises InvalidArgument when no address is to be found, or what was given is none. Every call may raise AuthenticationError,
+    PermissionDenied, and Unavailable when the server can't be reached: after 3 seconds if it never was, else after a minute of trying.
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None, project: str | None = None) -> None:
@@ -182,8 +182,10 @@ class DSecClient:
         seconds after the deadline), AuthenticationError, PermissionDenied, Unavailable. Some may have been made before that: repeating the
         request is safe with keys of your own, and gives those too.
 
-        Left early (by ``break``, an exception, cancelling), it stops what the server had made by then and the caller wasn't given, and the
-        server makes no more. What has an ``idempotency_key`` of the caller's lives on: the caller can ask for it again.
+        Left early (by ``break`` under ``contextlib.aclosing``, an exception, cancelling), it stops what the server had made by then and the
+        caller wasn't given; the server begins no more, and takes back what it was just making. What has an ``idempotency_key`` of the
+        caller's lives on: the caller can ask for it again, for two minutes where this call wasn't told of it. Elements of a sequence that
+        have one need different ones (else InvalidArgument).
 
         A broken answer is asked for again with the same idempotency keys, for what is missing: nothing is made twice. With
         ``args.idempotency_key`` set, sandbox i of ``count`` has the key ``<key>/<i>``: a client that starts again finds the same ones.
@@ -260,13 +262,13 @@ class DSecClient:
     async def attach(self, sandbox_id: str) -> Sandbox:
         """A sandbox made by any client of the project, by its id. One whose creator went away before it was told of it is kept from then
         on, as by any call that works with it. Raises SandboxNotFound, SandboxGone. Safe to repeat."""
-        url = self.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}/attach")
+        url = self.transport.at(f"{sandbox_path(sandbox_id)}/attach")
         return self._sandbox(await self.transport.call("POST", url, _sandbox_info))
 
     async def get(self, sandbox_id: str) -> SandboxInfo:
         """A sandbox's record, also of a failed one. Only looks: no sandbox is kept by it (:meth:`attach`). Raises SandboxNotFound,
         and SandboxGone (when and why) of one that was stopped: for 24 hours ``list(state="stopped")`` shows those. Safe to repeat."""
-        url = self.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}")
+        url = self.transport.at(sandbox_path(sandbox_id))
         return await self.transport.call("GET", url, _sandbox_info)
 
     async def list(
@@ -319,7 +321,7 @@ class _Wanted(NamedTuple):
 
 
 def _with_keys(asked: list[AnyRunArgs], count: int) -> _Wanted:
-    """Raises InvalidArgument for a batch of the wrong size, Unsupported for a full VM, of which only the name exists."""
+    """Raises InvalidArgument for a batch of the wrong size or with a key twice; Unsupported for a full VM: it has only a name."""
     items = [args for args in asked if not isinstance(args, DSecFullVMRunArgs)]
     if len(items) < len(asked):
         raise Unsupported("there is no full VM backend yet; use a container", field="backend")
@@ -328,14 +330,12 @@ def _with_keys(asked: list[AnyRunArgs], count: int) -> _Wanted:
     if count < 1 or not 0 < len(items) * count <= MAX_BATCH:
         raise InvalidArgument(f"a batch has 1 to {MAX_BATCH} sandboxes, not {len(items) * count}", field="count")
     if count > 1:
-        base = items[0].idempotency_key or secrets.token_hex(12)
+        base = items[0].idempotency_key or once_key()
         keyed = [msgspec.structs.replace(items[0], idempotency_key=f"{base}/{index}") for index in range(count)]
         return _Wanted(keyed, frozenset(range(count) if items[0].idempotency_key is None else ()))
+    check_differ(item.idempotency_key for item in items)
     named_here = frozenset(index for index, item in enumerate(items) if item.idempotency_key is None)
-    keyed = [
-        msgspec.structs.replace(item, idempotency_key=secrets.token_hex(12)) if index in named_here else item
-        for index, item in enumerate(items)
-    ]
+    keyed = [msgspec.structs.replace(item, idempotency_key=once_key()) if index in named_here else item for index, item in enumerate(items)]
     return _Wanted(keyed, named_here)
 
 

@@ -39,6 +39,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     _head_bytes = 0
     _in_head = True
+    _eof = False
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -48,6 +49,10 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._eof = True
+        super().eof_received()
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -66,7 +71,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._stop_deadline()
         # uvicorn drops what is sent to a lost connection without a word. A create must know: nobody was told of that sandbox.
         # A server may put what is its own into the scope; uvicorn's type for it knows of no such key.
-        cast(dict[str, object], self.scope)["dsec.connected"] = self._is_connected
+        # And whether the client itself ended the connection: one that was reset or went silent had no EOF, and its client may come again.
+        cast(dict[str, object], self.scope).update({"dsec.connected": self._is_connected, "dsec.left": self._has_left})
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -84,6 +90,9 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _is_connected(self) -> bool:
         return not self.transport.is_closing()
+
+    def _has_left(self) -> bool:
+        return self._eof
 
     def _start_deadline(self) -> None:
         self._deadline = self.loop.call_later(HEADER_DEADLINE_S, self.transport.close)

@@ -185,6 +185,11 @@ class Call:
         connected = self.scope.get("dsec.connected")
         return connected is None or bool(connected())
 
+    def left(self) -> bool:
+        """Whether the client ended the connection itself, instead of losing it."""
+        left = self.scope.get("dsec.left")
+        return left is not None and bool(left())
+
     # --- the answer
 
     async def reply(self, value: object, status: int = 200) -> None:

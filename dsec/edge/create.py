@@ -14,6 +14,7 @@ from dsec.edge.starts import Origin
 from dsec.edge.validation import KEY_MAX, check_run_args, check_seconds
 from dsec.http_errors import incident
 from libdsec.errors import DSecError, InvalidArgument
+from libdsec.idempotency import check_differ
 from libdsec.schema import MAX_BATCH, AnyRunArgs, CreateItem, CreateRequest, RunArgs
 
 _body = Body(CreateRequest, large=("items", "args"))
@@ -51,8 +52,8 @@ def deadline_of(timeout_s: float | None) -> float | None:
 def plan(request: CreateRequest, header_key: str | None) -> list[RunArgs]:
     """The items of a request, each with its own idempotency key. Raises InvalidArgument.
 
-    With ``count`` above 1, key K becomes K/0, K/1, … The same holds for the keys of ``items`` if two are alike; keys that differ stay as
-    they are, so that a caller may repeat only what is missing.
+    With ``count`` above 1, key K becomes K/0, K/1, …, and so does the header's if it stands in for several of ``items``. Keys in
+    ``items`` stay as they are, so that a caller may repeat only what is missing; two that are alike are refused.
     """
     asked: Sequence[AnyRunArgs]
     if request.args is not None and request.items is None:
@@ -74,16 +75,22 @@ def plan(request: CreateRequest, header_key: str | None) -> list[RunArgs]:
         except DSecError as error:
             error.field = f"items[{index}].{error.field}" if named == "items" else f"args.{error.field}"
             raise
-    items *= request.count
+    if request.count > 1:
+        key = items[0].idempotency_key or header_key
+        return _numbered(items * request.count, key)
+    unnamed = [index for index, args in enumerate(items) if args.idempotency_key is None]
     if header_key is not None:
-        items = [args if args.idempotency_key is not None else msgspec.structs.replace(args, idempotency_key=header_key) for args in items]
-    keys = [args.idempotency_key for args in items if args.idempotency_key is not None]
-    if len(set(keys)) == len(keys):
+        for index in unnamed:
+            key = header_key if len(unnamed) == 1 else f"{header_key}/{index}"
+            items[index] = msgspec.structs.replace(items[index], idempotency_key=key)
+    check_differ(args.idempotency_key for args in items)
+    return items
+
+
+def _numbered(items: list[RunArgs], key: str | None) -> list[RunArgs]:
+    if key is None:
         return items
-    return [
-        args if args.idempotency_key is None else msgspec.structs.replace(args, idempotency_key=f"{args.idempotency_key}/{index}")
-        for index, args in enumerate(items)
-    ]
+    return [msgspec.structs.replace(args, idempotency_key=f"{key}/{index}") for index, args in enumerate(items)]
 
 
 class Batch:
@@ -174,7 +181,8 @@ class Batch:
         self._news.set()
 
     async def _give_up_untold(self) -> None:
-        given_up = [self._sandboxes.orphans.give_up(sandbox) for sandbox in self._live(self._untold)]
+        left = self._call.left()
+        given_up = [self._sandboxes.orphans.give_up(sandbox, left=left) for sandbox in self._live(self._untold)]
         for outcome in await asyncio.gather(*given_up, return_exceptions=True):
             if isinstance(outcome, Exception):
                 incident(outcome, "giving up an untold sandbox")

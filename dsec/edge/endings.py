@@ -31,12 +31,15 @@ class Endings:
         self._inventory = inventory
         self._clock = inventory.clock
 
-    async def stop(self, sandbox: Sandbox, reason: str) -> None:
-        """Ends and removes a sandbox; returns when nothing of it is left. Repeatable. Raises Unavailable: then the sweep goes on."""
+    async def stop(self, sandbox: Sandbox, reason: str, *, forget: bool = False) -> None:
+        """Ends and removes a sandbox; returns when nothing of it is left. Repeatable. Raises Unavailable: then the sweep goes on.
+
+        ``forget``: as of :meth:`begin_stop`.
+        """
         if sandbox.state == "failed" and sandbox.settling is not None:
             await asyncio.wait([sandbox.settling])
         if self._inventory.get(sandbox.id) is sandbox:
-            await asyncio.shield(self.begin_stop(sandbox, reason))
+            await asyncio.shield(self.begin_stop(sandbox, reason, forget=forget))
 
     def begin_stop(self, sandbox: Sandbox, reason: str, *, forget: bool = False) -> asyncio.Task[None]:
         """The same as a task, which goes on without the caller. ``forget``: nobody was told of it, so no record stays."""

@@ -2,8 +2,11 @@
 
 A create request *asks* for a sandbox, and in the end has either *told* of it (its line was handed to a live connection) or *given it up*.
 A sandbox that every request has given up and that no call has named is an orphan. With an idempotency key it gets a grace in which it can
-still be asked for; without one it is stopped at once. Reading names nothing: a list, and what may be asked of all that a list shows (the
-record, figures, events). Who has only an id and wants to keep the sandbox attaches to it.
+still be asked for; without one it is stopped at once. So is one with a key that was made for the request (:data:`ONCE`), if who sent that
+has ended the connection himself. Its key is free then, for the end may have been a proxy's, and its client asks again.
+
+Reading names nothing: a list, and what may be asked of all that a list shows (the record, figures, events). Who has only an id and wants to
+keep the sandbox attaches to it.
 
 In the journal ``Record.told`` stays None on the ordinary way, which therefore costs no write: after a restart a sandbox that runs counts as
 told (it may have been), one that was still being created as untold (nobody is answered before the journal has it running). Giving up
@@ -22,6 +25,7 @@ from dsec.edge.journal import JournalError
 from dsec.edge.lifetimes import Lifetimes
 from dsec.edge.sandbox import Sandbox
 from libdsec.errors import DSecError
+from libdsec.idempotency import ONCE
 
 _log = structlog.get_logger("dsec.edge")
 
@@ -55,8 +59,9 @@ class Orphans:
         sandbox.askers -= 1
         sandbox.told = True
 
-    async def give_up(self, sandbox: Sandbox) -> None:
-        """The request won't name the sandbox. If nobody else does or did, it is an orphan."""
+    async def give_up(self, sandbox: Sandbox, *, left: bool = False) -> None:
+        """The request won't name the sandbox. If nobody else does or did, it is an orphan. ``left``: the request's sender has gone on
+        purpose, so it won't ask again."""
         inventory, record = self._inventory, sandbox.record
         sandbox.askers -= 1
         if sandbox.told or sandbox.askers or sandbox.forget or sandbox.stopping is not None or inventory.get(sandbox.id) is not sandbox:
@@ -64,6 +69,9 @@ class Orphans:
         try:
             if record.key is None and not inventory.closing:
                 await self._endings.stop(sandbox, ORPHANED)
+                return
+            if left and record.key is not None and record.key.startswith(ONCE) and not inventory.closing:
+                await self._endings.stop(sandbox, ORPHANED, forget=True)
                 return
             record.told = False
             sandbox.untold_in_journal = True

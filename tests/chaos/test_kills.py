@@ -400,7 +400,8 @@ async def test_what_a_killed_client_was_not_told_of_goes_after_the_grace_and_the
     async with relay.open() as url:
         body = f"""
             small = dict(memory_limit_mb=256, disk_limit_mb=256, labels={{"batch": "orphans"}})
-            args = DSecContainerRunArgs(container_image={IMAGE!r}, **small)
+            # A key by which its next life could ask: with one that only the dead process had, all would be taken at once.
+            args = DSecContainerRunArgs(container_image={IMAGE!r}, idempotency_key="orphans", **small)
             async for item in client.run_many(args, count=128):
                 print(item.sandbox.id, flush=True)
         """

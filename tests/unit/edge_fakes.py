@@ -467,6 +467,9 @@ class Images:
             raise ImageNotFound(f"there is no image {image!r}")
         return self.known[name]
 
+    async def settle(self, environment: Environment) -> Environment:
+        return environment
+
     async def ensure(self, environment: Environment) -> list[LayerState]:
         """All of it is whole on the node."""
         return [LayerState(layer, None) for layer in environment.layers]
@@ -519,8 +522,10 @@ class Client:
         headers: dict[str, str] | None = None,
         gone: asyncio.Event | None = None,
         reading: asyncio.Event | None = None,
+        leaves: bool = False,
     ) -> Answer:
-        """``gone``: the client disconnects when it is set. ``reading``: until it is set the client reads nothing."""
+        """``gone``: the client disconnects when it is set, on purpose if it ``leaves``. ``reading``: until it is set the client reads
+        nothing."""
         data = raw if raw is not None else b"" if body is None else msgspec.json.encode(body)
         path, _, query = path.partition("?")
         head = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
@@ -533,6 +538,7 @@ class Client:
             "headers": [(b"content-length", str(len(data)).encode()), *head],
             "dsec.project": self._project,
             "dsec.connected": lambda: gone is None or not gone.is_set(),
+            "dsec.left": lambda: leaves and gone is not None and gone.is_set(),
         }
         answer = self.answer = Answer()
         sent = False

@@ -150,15 +150,28 @@ class TestPlan:
         args = DSecContainerRunArgs(container_image="x", idempotency_key="K")
         assert [item.idempotency_key for item in plan(CreateRequest(args=args, count=3), None)] == ["K/0", "K/1", "K/2"]
 
-    def test_items_with_the_same_key_are_numbered_and_others_are_kept(self) -> None:
-        same = [DSecContainerRunArgs(container_image="x", idempotency_key="K")] * 2
-        assert [item.idempotency_key for item in plan(CreateRequest(items=list(same)), None)] == ["K/0", "K/1"]
+    def test_items_keep_their_keys(self) -> None:
         other = [DSecContainerRunArgs(container_image="x", idempotency_key=key) for key in ("A", "B")]
         assert [item.idempotency_key for item in plan(CreateRequest(items=list(other)), None)] == ["A", "B"]
 
     def test_the_header_stands_in_for_a_missing_key(self) -> None:
         request = CreateRequest(args=DSecContainerRunArgs(container_image="x"), count=2)
         assert [item.idempotency_key for item in plan(request, "H")] == ["H/0", "H/1"]
+
+    @pytest.mark.parametrize(
+        ("keys", "planned"),
+        [([None, "A", None], ["H/0", "A", "H/2"]), (["A", None], ["A", "H"]), (["A", "B"], ["A", "B"])],
+    )
+    def test_the_header_names_only_items_without_a_key(self, keys: list[str | None], planned: list[str]) -> None:
+        items = [DSecContainerRunArgs(container_image="x", idempotency_key=key) for key in keys]
+        assert [item.idempotency_key for item in plan(CreateRequest(items=list(items)), "H")] == planned
+
+    @pytest.mark.parametrize("keys", [["A", "K", "K"], ["A", "K", "A"], ["H/2", None, None]])
+    def test_items_with_the_same_key_are_refused(self, keys: list[str | None]) -> None:
+        items = [DSecContainerRunArgs(container_image="x", idempotency_key=key) for key in keys]
+        with pytest.raises(InvalidArgument, match="same idempotency_key") as caught:
+            plan(CreateRequest(items=list(items)), "H")
+        assert caught.value.field == "items[2].idempotency_key"
 
     @pytest.mark.parametrize(
         ("request_", "field"),

@@ -16,11 +16,13 @@ from dsec.edge.journal import JournalError
 from dsec.edge.record import Record
 from dsec.edge.sandbox import Sandbox
 from libdsec import transport
+from libdsec.idempotency import ONCE
 from libdsec.keepalive import NOTICED_S
 from libdsec.schema import DSecContainerRunArgs
 
 ARGS = {"backend": "container", "container_image": "base"}
 KEYED = {"args": ARGS | {"idempotency_key": "K"}}
+ONCE_KEYED = {"args": ARGS | {"idempotency_key": ONCE + "K"}}
 GRACE_S = EdgeConfig.orphan_grace_s
 
 
@@ -35,11 +37,11 @@ async def edge(node: Node, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Ed
         yield edge
 
 
-async def make_untold(edge: Edge, node: Node, body: object = KEYED) -> Sandbox:
-    """A create request for one sandbox whose client goes away while it starts."""
+async def make_untold(edge: Edge, node: Node, body: object = KEYED, *, leaves: bool = False) -> Sandbox:
+    """A create request for one sandbox whose client goes away while it starts; ``leaves``: on purpose."""
     node.gate, gone = asyncio.Event(), asyncio.Event()
     node.creating.clear()
-    creating = asyncio.ensure_future(Client(edge)("POST", "/v1/sandboxes", body, gone=gone))
+    creating = asyncio.ensure_future(Client(edge)("POST", "/v1/sandboxes", body, gone=gone, leaves=leaves))
     await node.creating.wait()
     (sandbox,) = edge.sandboxes.inventory
     gone.set()
@@ -102,6 +104,35 @@ class TestTaken:
         sandbox = await make_untold(edge, node, {"args": ARGS})
         assert not node.kernel
         assert (await journaled(edge, sandbox.id)).reason == ORPHANED
+
+    async def test_with_a_key_that_only_its_leaver_has_it_is_stopped_at_once_and_the_key_is_free(self, edge: Edge, node: Node) -> None:
+        sandbox = await make_untold(edge, node, ONCE_KEYED, leaves=True)
+        assert not node.kernel
+        (line,) = (await Client(edge)("POST", "/v1/sandboxes", ONCE_KEYED)).lines()
+        assert line["sandbox"]["id"] != sandbox.id
+
+    @pytest.mark.parametrize(("body", "leaves"), [(ONCE_KEYED, False), (KEYED, True)])
+    async def test_a_key_by_which_someone_may_ask_again_gives_it_the_grace(
+        self, edge: Edge, node: Node, clock: FakeClock, body: dict[str, object], leaves: bool
+    ) -> None:
+        sandbox = await make_untold(edge, node, body, leaves=leaves)
+        await pass_time(edge, clock, GRACE_S - 1)
+        assert list(node.kernel) == [sandbox.id]
+        await pass_time(edge, clock, 1)
+        assert not node.kernel
+
+    async def test_what_another_request_waits_for_stays_when_one_leaves(self, edge: Edge, node: Node) -> None:
+        node.gate, gone = asyncio.Event(), asyncio.Event()
+        leaving = asyncio.ensure_future(Client(edge)("POST", "/v1/sandboxes", ONCE_KEYED, gone=gone, leaves=True))
+        await node.creating.wait()
+        (sandbox,) = edge.sandboxes.inventory
+        again = asyncio.ensure_future(Client(edge)("POST", "/v1/sandboxes", ONCE_KEYED))
+        await eventually(lambda: sandbox.starters == 2)
+        gone.set()
+        node.gate.set()
+        await leaving
+        assert (await again).lines()[0]["sandbox"]["id"] == sandbox.id
+        assert list(node.kernel) == [sandbox.id]
 
     async def test_of_a_broken_batch_only_what_was_told_stays(self, node: Node, tmp_path: Path, clock: FakeClock) -> None:
         async with open_edge(node, tmp_path, clock, start_slots=1) as edge:

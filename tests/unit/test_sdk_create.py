@@ -20,6 +20,7 @@ from libdsec import (
     ImageNotFound,
     InvalidArgument,
     NoCapacity,
+    NotFound,
     Sandbox,
     SandboxGone,
     SandboxNotFound,
@@ -128,6 +129,14 @@ async def test_a_batch_of_the_wrong_size_is_refused_here(server: FakeServer, cli
     assert not server.requests
 
 
+async def test_two_of_a_sequence_with_the_same_key_are_refused_here(server: FakeServer, client: DSecClient) -> None:
+    keyed = [DSecContainerRunArgs(container_image="base", idempotency_key=key) for key in ("A", "B", None, "A")]
+    with pytest.raises(InvalidArgument, match="same idempotency_key") as caught:
+        [item async for item in client.run_many(keyed)]
+    assert caught.value.field == "items[3].idempotency_key"
+    assert not server.requests
+
+
 async def test_the_backend_of_the_args_must_be_the_calls(client: DSecClient) -> None:
     with pytest.raises(InvalidArgument):
         await client.run_container(DSecMicroVMRunArgs(container_image="x"))  # type: ignore[arg-type]
@@ -201,6 +210,18 @@ async def test_attaching_says_so_and_looking_only_looks(server: FakeServer, clie
 async def test_attach_to_nothing_is_not_found(client: DSecClient) -> None:
     with pytest.raises(SandboxNotFound):
         await client.attach("sb-nope")
+
+
+@pytest.mark.parametrize("sandbox_id", ["", "../keys", "sb/1", "?"])
+async def test_what_no_id_can_be_is_not_found(server: FakeServer, client: DSecClient, sandbox_id: str) -> None:
+    for call in (client.get, client.attach):
+        with pytest.raises(SandboxNotFound):
+            await call(sandbox_id)
+    with pytest.raises(ImageNotFound):
+        await client.images.get("../keys")
+    with pytest.raises(NotFound):
+        await client.keys.revoke("")
+    assert not server.requests
 
 
 async def test_labels_and_lifetimes_can_be_changed(client: DSecClient) -> None:

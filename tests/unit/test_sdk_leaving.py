@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from edge_fakes import Node, eventually, open_edge
 from sdk_server import FakeServer
@@ -16,6 +19,7 @@ import libdsec.transport
 from dsec.api.listener import Listener, bind, origin
 from dsec.edge import Edge
 from libdsec import DSecClient, DSecContainerRunArgs, InvalidArgument, NoCapacity, Sandbox, Unavailable
+from libdsec.idempotency import once_key
 from libdsec.schema import CreateItem
 from libdsec.transport import Lines
 
@@ -119,8 +123,71 @@ async def test_the_real_server_counts_as_told_only_what_the_leaver_stops(tmp_pat
             given = await anext(items)
             await eventually(lambda: len(node.kernel) > 40)
         assert given.sandbox is not None
-        # Whatever else there is, nobody counts as told of it: its grace ends it.
-        inventory = edge.sandboxes.inventory
-        await eventually(lambda: all(not sandbox.askers and sandbox.starting is None for sandbox in inventory))
-        assert {sandbox.id for sandbox in inventory if sandbox.told} == {given.sandbox.id}
-        assert len(node.kernel) < 400
+        await eventually(lambda: set(node.kernel) == {given.sandbox.id})
+        assert [sandbox.id for sandbox in edge.sandboxes.inventory] == [given.sandbox.id]
+
+
+class TestStarting:
+    """The client goes away while its sandboxes are being made by the real edge behind the real server."""
+
+    async def test_a_batch_that_is_left_takes_back_what_was_being_made(self, tmp_path: Path) -> None:
+        node = Node()
+        async with open_edge(node, tmp_path, start_slots=4) as edge, listening(edge) as url, DSecClient(url, "dsec_k") as client:
+            async with aclosing(client.run_many(ARGS, count=8)) as items:
+                given = await anext(items)
+                node.gate = asyncio.Event()
+                node.creating.clear()
+                await node.creating.wait()
+            assert given.sandbox is not None
+            node.gate.set()
+            await eventually(lambda: set(node.kernel) == {given.sandbox.id} and edge.sandboxes.counts() == {"running": 1})
+
+    @pytest.mark.parametrize("key", [None, "mine"])
+    async def test_a_run_that_is_cancelled_takes_it_back_unless_the_caller_has_the_key(self, tmp_path: Path, key: str | None) -> None:
+        node = Node()
+        node.gate = asyncio.Event()
+        args = DSecContainerRunArgs(container_image="base", idempotency_key=key)
+        async with open_edge(node, tmp_path) as edge, listening(edge) as url, DSecClient(url, "dsec_k") as client:
+            running = asyncio.create_task(client.run(args))
+            await node.creating.wait()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            node.gate.set()
+            if key is None:
+                await eventually(lambda: not node.kernel and not list(edge.sandboxes.inventory))
+            else:
+                (sandbox,) = edge.sandboxes.inventory
+                await eventually(lambda: sandbox.orphan_until is not None)
+                assert (await client.run(args)).id == sandbox.id
+
+    async def test_a_fork_that_is_cancelled_takes_the_children_back(self, tmp_path: Path) -> None:
+        node = Node()
+        async with open_edge(node, tmp_path) as edge, listening(edge) as url, DSecClient(url, "dsec_k") as client:
+            parent = await client.run(ARGS)
+            node.gate = asyncio.Event()
+            node.creating.clear()
+            forking = asyncio.create_task(parent.fork(3))
+            await node.creating.wait()
+            forking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await forking
+            node.gate.set()
+            await eventually(lambda: [sandbox.id for sandbox in edge.sandboxes.inventory] == [parent.id])
+
+    async def test_a_connection_that_is_reset_leaves_it_to_be_asked_for_again(self, tmp_path: Path) -> None:
+        node = Node()
+        node.gate = asyncio.Event()
+        args = DSecContainerRunArgs(container_image="base", idempotency_key=once_key())
+        body = msgspec.json.encode({"args": args})
+        async with open_edge(node, tmp_path) as edge, listening(edge) as url, DSecClient(url, "dsec_k") as client:
+            _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+            writer.write(b"POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            await node.creating.wait()
+            (sandbox,) = edge.sandboxes.inventory
+            # No linger: the close is a reset, as when the client's host has lost the connection.
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+            node.gate.set()
+            await eventually(lambda: sandbox.orphan_until is not None)
+            assert (await client.run(args)).id == sandbox.id
