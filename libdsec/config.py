@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import msgspec
+from yarl import URL
 
 from libdsec.errors import InvalidArgument
 
@@ -56,12 +57,28 @@ def read_local_config() -> LocalConfig | None:
         raise InvalidArgument(f"{path} is not what `dsec up` writes: {error}", field="url") from error
 
 
+def _is_address(url: str) -> bool:
+    if url.startswith(UNIX):
+        return url.removeprefix(UNIX).startswith("/") and "\0" not in url
+    if any(character.isspace() for character in url):
+        return False
+    try:
+        parsed = URL(url)
+    except ValueError:
+        return False
+    return parsed.scheme in ("http", "https") and bool(parsed.host) and not parsed.query_string and not parsed.fragment
+
+
 def resolve(url: str | None, api_key: str | None) -> tuple[str, str | None]:
     """The address and the key to use: arguments first, then ``DSEC_URL`` and ``DSEC_API_KEY``, then the local ``dsec up``.
 
-    The local server's key is never sent to another address. Raises InvalidArgument when no address is to be found.
+    The local server's key is never sent to another address. Raises InvalidArgument when no address is to be found, or what was given is
+    none.
     """
     url = url or os.environ.get("DSEC_URL") or None
+    if url is not None and not _is_address(url):
+        text = f"{url!r} is not a server's address: that is http://HOST:PORT, https://HOST or unix:///PATH (DSEC_URL, or url=)"
+        raise InvalidArgument(text, field="url")
     api_key = api_key or os.environ.get("DSEC_API_KEY") or None
     if url is not None and api_key is not None:
         return url, api_key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import errno
 import os
 import posixpath
 import secrets
@@ -15,7 +16,7 @@ from types import TracebackType
 
 from yarl import URL
 
-from libdsec.errors import FileNotFound
+from libdsec.errors import FileNotFound, InvalidArgument
 from libdsec.paths import SandboxPath, path_bytes
 from libdsec.schema import FileEvent, FileInfo, TarSummary
 from libdsec.streams import body_of
@@ -29,6 +30,8 @@ _file_info = Answer(FileInfo)
 _file_event = Answer(FileEvent)
 _tar_summary = Answer(TarSummary)
 _octets = {"Content-Type": OCTETS}
+_LEADS_NOWHERE = frozenset({errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""Errors of a path that can't lead to anything, beside ENOENT."""
 
 
 class Files:
@@ -50,12 +53,19 @@ class Files:
         self._workdir = path_bytes(workdir)
 
     def _absolute(self, path: SandboxPath, field: str = "path") -> bytes:
-        return posixpath.join(self._workdir, path_bytes(path, field))
+        """The path without ``.`` and doubled slashes, so that the names of entries below it come back clean. ``..`` stays, for what it
+        means depends on symlinks, and so does a final slash, which looks through one."""
+        raw = path_bytes(path, field)
+        parts = [part for part in posixpath.join(self._workdir, raw).split(b"/") if part not in (b"", b".")]
+        if parts and raw.endswith((b"/", b"/.")):
+            parts.append(b"")
+        return b"/" + b"/".join(parts)
 
     # -- content --------------------------------------------------------------------------------------------------------------------------
 
     async def read(self, path: SandboxPath) -> bytes:
-        """The whole content of a regular file. Raises InvalidArgument (``errno`` EISDIR, EINVAL) for anything else. Safe to repeat."""
+        """The whole content of a regular file. Raises InvalidArgument (``errno`` EISDIR, ENXIO for a socket, EINVAL) for anything else.
+        Safe to repeat."""
 
         async def attempt() -> bytes:
             url = self._transport.at(self._path, {"path": self._absolute(path)})
@@ -126,6 +136,10 @@ class Files:
             await self.stat(path, follow=True)
         except FileNotFound:
             return False
+        except InvalidArgument as error:
+            if error.errno in _LEADS_NOWHERE:
+                return False
+            raise
         return True
 
     async def list(self, path: SandboxPath = ".", *, recursive: bool = False) -> builtins.list[FileInfo]:
@@ -143,7 +157,8 @@ class Files:
         await self._change("mkdir", path=self._absolute(path), parents=parents, mode=None if mode is None else f"{mode:o}")
 
     async def move(self, path: SandboxPath, to: SandboxPath) -> None:
-        """Rename within a filesystem, replacing an existing file. Your own repetition raises FileNotFound."""
+        """Rename within a filesystem, replacing an existing file; a directory of the image raises FileError (``errno`` EXDEV). Your own
+        repetition raises FileNotFound."""
         await self._change("move", path=self._absolute(path), to=self._absolute(to, "to"))
 
     async def remove(self, path: SandboxPath, *, recursive: bool = False) -> None:
@@ -200,7 +215,8 @@ class Files:
         A file appears whole or not at all. Of a directory nothing is written outside ``local``, whatever the sandbox sends: entries that
         try are refused (FileError), and so are devices. A symlink that leads out of the directory is refused too, since whoever opens it
         here reads this machine's files; ``outside_links="skip"`` leaves such links out, "keep" makes them as they are. Setuid bits and
-        write permission for others are dropped. Raises OSError for what can't be written here. Safe to repeat.
+        write permission for others are dropped, sockets and named pipes left out. Raises OSError for what can't be written here. Safe to
+        repeat.
         """
         target = Path(local)
         info = await self.stat(remote, follow=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import builtins
 import secrets
-from urllib.parse import quote
 
+from libdsec.errors import NotFound
+from libdsec.ids import NAME
 from libdsec.schema import KeyInfo, KeyRequest, NewKey
 from libdsec.transport import Answer, Transport, encode
 
@@ -37,4 +38,6 @@ class Keys:
 
     async def revoke(self, key_id: str) -> KeyInfo:
         """End a key at once. Revoking a revoked one changes nothing. Raises NotFound. Safe to repeat."""
-        return await self._transport.call("DELETE", self._transport.at(f"/v1/keys/{quote(key_id, safe='')}"), _key)
+        if not NAME.fullmatch(key_id):
+            raise NotFound(f"there is no key {key_id!r}: that can't be an id")
+        return await self._transport.call("DELETE", self._transport.at(f"/v1/keys/{key_id}"), _key)

@@ -49,6 +49,7 @@ class _WebSocketTransport(asyncio.Transport):
         self._writing_paused = False
         self._closing = False
         self._lost = False
+        self._told = False
         self._may_read = asyncio.Event()
         self._may_read.set()
         self._to_send = asyncio.Event()
@@ -103,7 +104,12 @@ class _WebSocketTransport(asyncio.Transport):
                 task.cancel()
         with contextlib.suppress(aiohttp.ClientError, OSError):
             await self._websocket.close()
-        self._protocol.connection_lost(error)
+        self._tell_lost(error)
+
+    def _tell_lost(self, error: Exception | None) -> None:
+        if not self._told:
+            self._told = True
+            self._protocol.connection_lost(error)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing:
@@ -129,9 +135,16 @@ class _WebSocketTransport(asyncio.Transport):
         self._to_send.set()
 
     def abort(self) -> None:
-        """Close at once; what waits is lost."""
+        """Close at once; what waits is lost. No handshake: its frame would wait behind a peer that reads nothing."""
+        self._closing = self._lost = True
         self._outgoing.clear()
-        self.close()
+        for task in self._tasks:
+            task.cancel()
+        connection = self._websocket._response.connection
+        if connection is not None and connection.transport is not None:
+            connection.transport.abort()
+        self._websocket._response.close()
+        self._loop.call_soon(self._tell_lost, None)
 
     def pause_reading(self) -> None:
         self._may_read.clear()

@@ -6,9 +6,9 @@ import asyncio
 import secrets
 import signal as signals
 from collections.abc import AsyncGenerator, AsyncIterator
-from urllib.parse import quote
 
 from libdsec.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from libdsec.ids import exec_path
 from libdsec.schema import CommandResult, ProcessInfo, PtySize, SignalRequest
 from libdsec.streams import ByteSource, body_of
 from libdsec.transport import OCTETS, Answer, Transport, encode
@@ -75,7 +75,7 @@ class Process:
 
     def __init__(self, transport: Transport, sandbox_path: str, info: ProcessInfo) -> None:
         self._transport = transport
-        self._path = f"{sandbox_path}/exec/{quote(info.exec_id, safe='')}"
+        self._path = exec_path(sandbox_path, info.exec_id)
         self._stdin_turn = asyncio.Lock()
         self._started_as = info
         self.stdout = OutputStream(transport, f"{self._path}/stdout")
@@ -144,10 +144,14 @@ class Process:
         """Wait for the end of the command. The result has no output: that is read from ``stdout`` and ``stderr``.
 
         A command whose output nobody reads blocks at 1 MiB a stream, so read it, or send it to /dev/null.
-        ``timeout``: seconds to wait, then DeadlineExceeded; the command runs on. Raises ProcessNotFound, SandboxGone, SandboxFailed.
-        Safe to repeat.
+        ``timeout``: seconds to wait, then DeadlineExceeded; the command runs on. With 0 it is only asked whether it has ended. Raises
+        ProcessNotFound, SandboxGone, SandboxFailed. Safe to repeat.
         """
         url = self._transport.at(f"{self._path}/wait")
+        if timeout is not None and timeout <= 0:
+            if (await self.info()).running:
+                raise DeadlineExceeded(f"{self.exec_id} still runs")
+            timeout = None
         try:
             async with asyncio.timeout(timeout):
                 return await self._transport.call("GET", url, _command_result)

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mappin
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import quote
 
 import msgspec
 
@@ -22,12 +21,15 @@ from libdsec.errors import (
     InvalidArgument,
     NotFound,
     ProcessNotFound,
+    SandboxFailed,
     SandboxGone,
     Unavailable,
     Unsupported,
     from_body,
 )
 from libdsec.files import Files
+from libdsec.idempotency import once_key
+from libdsec.ids import NAME, exec_path, sandbox_path, session_path
 from libdsec.locks import Lock
 from libdsec.ports import open_port
 from libdsec.process import Process
@@ -59,7 +61,7 @@ from libdsec.schema import (
 )
 from libdsec.signing import port_url
 from libdsec.streams import ByteSource, body_of, whole
-from libdsec.transport import OCTETS, Answer, Retry, Transport, encode
+from libdsec.transport import OCTETS, Answer, Retry, Source, Transport, encode
 
 if TYPE_CHECKING:
     from libdsec.client import DSecClient
@@ -103,7 +105,7 @@ class Sandbox:
         self._transport = transport
         self._info = info
         self._own_client: DSecClient | None = None
-        self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
+        self._path = sandbox_path(info.id)
         self._exec_url = transport.at(f"{self._path}/exec")
         self._shell_url = transport.at(f"{self._path}/shell")
         self.files = Files(transport, self._path, info.workdir)
@@ -269,9 +271,11 @@ class Sandbox:
         """Run ``command`` in a shell session that keeps working directory, variables and functions between calls.
 
         Calls of one session are carried out first come, first served. ``exit`` ends the session; the next call opens a new one and says so
-        (``session_restarted``). ``timeout`` (seconds) kills the command and the session: the result is ``timed_out``. ``cwd``, ``env`` and
-        ``user`` count only when the call opens the session, else InvalidArgument. ``max_output``: bytes kept of each stream (at most 64
-        MiB), the rest is counted and dropped (``truncated``). ``check=True`` raises CommandFailed unless the exit code is 0.
+        (``session_restarted``). ``timeout`` (seconds) counts the wait for earlier calls: a call whose turn has not come by then is never
+        carried out and leaves the session alone, one that runs is killed with the session; both results are ``timed_out``. To cancel a call
+        before its turn withdraws it; one that runs goes on. ``cwd``, ``env`` and ``user`` count only when the call opens the session, else
+        InvalidArgument. ``max_output``: bytes kept of each stream (at most 64 MiB), the rest is counted and dropped (``truncated``).
+        ``check=True`` raises CommandFailed unless the exit code is 0.
 
         Raises InvalidArgument also for a command and environment above 1.5 MiB together, a NUL byte in them, and any other argument that
         can't be. Interrupted calls are taken up again, never run twice; to repeat a call that raised Unavailable may run the command again.
@@ -293,7 +297,7 @@ class Sandbox:
         """End a shell session and kill its background children. Closing one that isn't there changes nothing. Raises InvalidArgument for
         what can't be a session's name. Safe to repeat."""
         with contextlib.suppress(ProcessNotFound):
-            await self._transport.send("DELETE", self._transport.at(f"{self._path}/shell/{quote(session, safe='')}"))
+            await self._transport.send("DELETE", self._transport.at(session_path(self._path, session)))
 
     async def exec(
         self,
@@ -344,7 +348,7 @@ class Sandbox:
     async def _exec_streaming_stdin(self, request: ExecRequest, stdin: ByteSource) -> CommandResult:
         """Run a command while its standard input is sent beside it. The command's end wins: input that it didn't want is given up."""
         assert request.exec_id is not None
-        path = f"{self._path}/exec/{quote(request.exec_id, safe='')}"
+        path = exec_path(self._path, request.exec_id)
         command = asyncio.ensure_future(self._transport.call("POST", self._exec_url, _command_result, body=encode(request)))
         feeding = asyncio.ensure_future(self._feed(path, stdin))
         try:
@@ -364,15 +368,19 @@ class Sandbox:
 
         Any other refusal means that the command ended or closed its input first: its result tells what it made of it.
         """
+        content = body_of(stdin)
+        source = content if isinstance(content, bytes) else Source(content)
         try:
             await self._until_started(path)
             url = self._transport.at(f"{path}/stdin", {"eof": True})
-            async with self._transport.request("PUT", url, data=body_of(stdin), headers={"Content-Type": OCTETS}) as response:
+            async with self._transport.request("PUT", url, data=source, headers={"Content-Type": OCTETS}) as response:
                 await response.read()
         except Unavailable:
             raise
-        except DSecError:
-            return
+        except DSecError as error:
+            # A source may well read from a sandbox itself: what it raises says nothing about this command.
+            if isinstance(source, Source) and error is source.failure:
+                raise
 
     async def _until_started(self, path: str) -> None:
         while True:
@@ -420,6 +428,9 @@ class Sandbox:
         self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None, exec_id: str | None
     ) -> ExecRequest:
         _check_size(command, env or {})
+        if exec_id and not NAME.fullmatch(exec_id):
+            text = f"an exec_id is 1 to 128 letters, digits and . _ : -, beginning with a letter or digit, not {exec_id!r}"
+            raise InvalidArgument(text, field="exec_id")
         request = ExecRequest(cwd=cwd, env={} if env is None else dict(env), user=user, exec_id=exec_id or _new_exec_id())
         if isinstance(command, str):
             request.command = command
@@ -431,7 +442,7 @@ class Sandbox:
 
     async def process(self, exec_id: str) -> Process:
         """A command found again by its exec_id, whoever started it. Raises ProcessNotFound. Safe to repeat."""
-        url = self._transport.at(f"{self._path}/exec/{quote(exec_id, safe='')}")
+        url = self._transport.at(exec_path(self._path, exec_id))
         return Process(self._transport, self._path, await self._transport.call("GET", url, _process_info))
 
     async def commands(self) -> list[ProcessInfo]:
@@ -476,6 +487,9 @@ class Sandbox:
         name, ``**`` over directories, ``~/`` for every home directory, at any depth without a leading slash; a directory takes along what
         is in it. What stays out is listed in ``removed``, and stays in the sandbox; where it had replaced a file of the image, the image's
         shows again. ``labels`` are set over those of the image. ``progress`` is called with what is being done.
+
+        Where the server shares a store, the image is sent there after this has returned: other nodes find it some seconds to minutes later,
+        or once ``client.images.push`` has returned.
 
         Raises InvalidArgument (a name, a label or a glob), PermissionDenied (a name of another project), ImageError (what was written can't
         be a layer, or it is one too many), NoCapacity (no disk space), Conflict (the sandbox doesn't run), Unsupported (the node can't
@@ -542,7 +556,7 @@ class Sandbox:
             ttl_total=ttl_total,
             env=None if env is None else dict(env),
             labels=None if labels is None else dict(labels),
-            idempotency_key=idempotency_key or secrets.token_hex(12),
+            idempotency_key=idempotency_key or once_key(),
         )
         made: dict[int, Sandbox] = {}
         try:
@@ -616,10 +630,12 @@ class Sandbox:
         url = self._transport.at(f"{self._path}/tcp/{_port(port)}")
         try:
             return await open_port(self._transport, url)
-        except (NotFound, Conflict, Unavailable) as refusal:
-            # A refused upgrade has no body: whether it is the port or the sandbox that isn't there must be asked.
-            state = (await self.info()).state
-            raise Conflict(f"port {port} of {self.id} ({state}) can't be reached: does anything listen there?") from refusal
+        except (NotFound, Conflict, SandboxGone, SandboxFailed, Unavailable) as refusal:
+            # A refused upgrade has no body: whether it is the port or the sandbox that isn't there, and why, must be asked.
+            info = await self.info()
+            if info.state == "failed":
+                raise SandboxFailed(f"{self.id} failed: {info.reason}", reason=info.reason, at=info.ended_at) from refusal
+            raise Conflict(f"port {port} of {self.id} ({info.state}) can't be reached: does anything listen there?") from refusal
 
     def url(self, port: int) -> str:
         """An HTTP address of ``port`` inside, for browsers and other clients: it holds a signature instead of a key, so whoever has it may

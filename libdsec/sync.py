@@ -160,8 +160,8 @@ class DSecClient:
 
     ``project``: in which an administrator's key acts instead of its own; another project than its own is refused to any other key.
 
-    Raises InvalidArgument when no address is to be found. Every call may raise AuthenticationError, PermissionDenied, and Unavailable when
-    the server can't be reached: after 3 seconds if it never was, else after a minute of trying.
+    Raises InvalidArgument when no address is to be found, or what was given is none. Every call may raise AuthenticationError,
+    PermissionDenied, and Unavailable when the server can't be reached: after 3 seconds if it never was, else after a minute of trying.
     """
 
     def __init__(self, url: str | None = None, api_key: str | None = None, project: str | None = None) -> None:
@@ -249,8 +249,10 @@ class DSecClient:
         seconds after the deadline), AuthenticationError, PermissionDenied, Unavailable. Some may have been made before that: repeating the
         request is safe with keys of your own, and gives those too.
 
-        Left early (by ``break``, an exception, cancelling), it stops what the server had made by then and the caller wasn't given, and the
-        server makes no more. What has an ``idempotency_key`` of the caller's lives on: the caller can ask for it again.
+        Left early (by ``break`` under ``contextlib.aclosing``, an exception, cancelling), it stops what the server had made by then and the
+        caller wasn't given; the server begins no more, and takes back what it was just making. What has an ``idempotency_key`` of the
+        caller's lives on: the caller can ask for it again, for two minutes where this call wasn't told of it. Elements of a sequence that
+        have one need different ones (else InvalidArgument).
 
         A broken answer is asked for again with the same idempotency keys, for what is missing: nothing is made twice. With
         ``args.idempotency_key`` set, sandbox i of ``count`` has the key ``<key>/<i>``: a client that starts again finds the same ones.
@@ -449,9 +451,11 @@ class Sandbox:
         """Run ``command`` in a shell session that keeps working directory, variables and functions between calls.
 
         Calls of one session are carried out first come, first served. ``exit`` ends the session; the next call opens a new one and says so
-        (``session_restarted``). ``timeout`` (seconds) kills the command and the session: the result is ``timed_out``. ``cwd``, ``env`` and
-        ``user`` count only when the call opens the session, else InvalidArgument. ``max_output``: bytes kept of each stream (at most 64
-        MiB), the rest is counted and dropped (``truncated``). ``check=True`` raises CommandFailed unless the exit code is 0.
+        (``session_restarted``). ``timeout`` (seconds) counts the wait for earlier calls: a call whose turn has not come by then is never
+        carried out and leaves the session alone, one that runs is killed with the session; both results are ``timed_out``. To cancel a call
+        before its turn withdraws it; one that runs goes on. ``cwd``, ``env`` and ``user`` count only when the call opens the session, else
+        InvalidArgument. ``max_output``: bytes kept of each stream (at most 64 MiB), the rest is counted and dropped (``truncated``).
+        ``check=True`` raises CommandFailed unless the exit code is 0.
 
         Raises InvalidArgument also for a command and environment above 1.5 MiB together, a NUL byte in them, and any other argument that
         can't be. Interrupted calls are taken up again, never run twice; to repeat a call that raised Unavailable may run the command again.
@@ -585,6 +589,9 @@ class Sandbox:
         name, ``**`` over directories, ``~/`` for every home directory, at any depth without a leading slash; a directory takes along what
         is in it. What stays out is listed in ``removed``, and stays in the sandbox; where it had replaced a file of the image, the image's
         shows again. ``labels`` are set over those of the image. ``progress`` is called with what is being done.
+
+        Where the server shares a store, the image is sent there after this has returned: other nodes find it some seconds to minutes later,
+        or once ``client.images.push`` has returned.
 
         Raises InvalidArgument (a name, a label or a glob), PermissionDenied (a name of another project), ImageError (what was written can't
         be a layer, or it is one too many), NoCapacity (no disk space), Conflict (the sandbox doesn't run), Unsupported (the node can't
@@ -732,8 +739,8 @@ class Process:
         """Wait for the end of the command. The result has no output: that is read from ``stdout`` and ``stderr``.
 
         A command whose output nobody reads blocks at 1 MiB a stream, so read it, or send it to /dev/null.
-        ``timeout``: seconds to wait, then DeadlineExceeded; the command runs on. Raises ProcessNotFound, SandboxGone, SandboxFailed.
-        Safe to repeat.
+        ``timeout``: seconds to wait, then DeadlineExceeded; the command runs on. With 0 it is only asked whether it has ended. Raises
+        ProcessNotFound, SandboxGone, SandboxFailed. Safe to repeat.
         """
         return run(self._async.wait(timeout=timeout))
 
@@ -794,7 +801,8 @@ class Files:
         return cls(twin_of)
 
     def read(self, path: SandboxPath) -> bytes:
-        """The whole content of a regular file. Raises InvalidArgument (``errno`` EISDIR, EINVAL) for anything else. Safe to repeat."""
+        """The whole content of a regular file. Raises InvalidArgument (``errno`` EISDIR, ENXIO for a socket, EINVAL) for anything else.
+        Safe to repeat."""
         return run(self._async.read(path))
 
     def read_text(self, path: SandboxPath, *, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -851,7 +859,8 @@ class Files:
         run(self._async.mkdir(path, parents=parents, mode=mode))
 
     def move(self, path: SandboxPath, to: SandboxPath) -> None:
-        """Rename within a filesystem, replacing an existing file. Your own repetition raises FileNotFound."""
+        """Rename within a filesystem, replacing an existing file; a directory of the image raises FileError (``errno`` EXDEV). Your own
+        repetition raises FileNotFound."""
         run(self._async.move(path, to))
 
     def remove(self, path: SandboxPath, *, recursive: bool = False) -> None:
@@ -890,7 +899,8 @@ class Files:
         A file appears whole or not at all. Of a directory nothing is written outside ``local``, whatever the sandbox sends: entries that
         try are refused (FileError), and so are devices. A symlink that leads out of the directory is refused too, since whoever opens it
         here reads this machine's files; ``outside_links="skip"`` leaves such links out, "keep" makes them as they are. Setuid bits and
-        write permission for others are dropped. Raises OSError for what can't be written here. Safe to repeat.
+        write permission for others are dropped, sockets and named pipes left out. Raises OSError for what can't be written here. Safe to
+        repeat.
         """
         run(self._async.download(remote, local, outside_links=outside_links))
 
@@ -921,7 +931,8 @@ class Images:
     """The server's images, reached as ``client.images``.
 
     A reference is a name (its newest version), ``name@3`` (that version, for ever), an image's digest, or ``name@sha256:…`` (the same,
-    found by any node that shares the store).
+    found by any node that shares the store). Where nodes share a store, it is asked each time what a reference means now, and a node that
+    can't reach it answers with what it knows; only starts of sandboxes may take a name for what it meant up to 10 s ago.
     """
 
     def __init__(self, twin_of: _async.Images) -> None:
@@ -960,8 +971,9 @@ class Images:
         source that can't be read, Unavailable when the connection breaks: then, as after any error, nothing stays. For an image of a
         registry also ImageNotFound, PermissionDenied where the registry or the server's rules refuse (an admin's key may name any
         registry), Unavailable where it can't be reached; a later import of it goes on with the layers that came. Where the server shares a
-        store also Conflict, NoCapacity and Unavailable of that (the message says so): the image is then made on the server's node, and
-        sending it is tried again. Calling it again after success makes another version.
+        store, that gives the version: while it can't be reached, or written, Unavailable or NoCapacity is raised and nothing is made. Once
+        it gave one, Conflict, NoCapacity and Unavailable of the store leave the image on the server's node, where :meth:`get` finds it and
+        sending it is tried again (the message of Unavailable says so). Calling it again after success makes another version.
         """
         return run(
             self._async.import_(
@@ -996,21 +1008,26 @@ class Images:
         return run(self._async.list())
 
     def get(self, reference: str) -> ImageInfo:
-        """The image that is referred to. Raises ImageNotFound, ImageError for what is broken in the shared store. Safe to repeat."""
+        """The image that is referred to, also where another node made it a moment ago. Raises ImageNotFound, ImageError for what is broken
+        in the shared store. Safe to repeat."""
         return run(self._async.get(reference))
 
     def remove(self, reference: str) -> ImageInfo:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
-        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, here or on another node that shares
-        the store, and while it is sent there, PermissionDenied, and at once Unavailable when the connection breaks: the SDK doesn't repeat
-        it, for a repetition of what was done raises ImageNotFound.
+        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, or on an image that shares a layer
+        with it, here or on another node that shares the store, and while it is sent there, PermissionDenied, and at once Unavailable when
+        the connection breaks: the SDK doesn't repeat it, for a repetition of what was done raises ImageNotFound.
+
+        Raises ImageError where the shared store's manifest can't be read (:meth:`fsck` repairs it); only ``name@3`` with an admin's key
+        removes it then, and of an image that the server's node doesn't know just name and version are returned.
         """
         return run(self._async.remove(reference))
 
     def push(self, reference: str, *, progress: Progress | None = None, told: Told | None = None) -> ImageInfo:
         """Send an image that the server's node has to the store that it shares with others. Imports do so by themselves; this is for images
-        from before, and for what broke off. ``progress`` and ``told`` as for :meth:`import_`.
+        from before, for what broke off, and to have what :meth:`Sandbox.pack_diff` made there for certain: that is sent by itself too, but
+        after the pack has returned. ``progress`` and ``told`` as for :meth:`import_`.
 
         Raises ImageNotFound (also where its data isn't whole on that node), PermissionDenied, Conflict where the store has another image
         under that version, InvalidArgument where the server shares no store, ImageError where the image must be imported again, NoCapacity,
@@ -1050,9 +1067,10 @@ class Images:
         self, *, deep: bool = False, repair: bool = False, found: Callable[[ImageFinding], None] | None = None
     ) -> builtins.list[ImageFinding]:
         """Check the images of the server's node and the store that it shares: what is missing, wrong, half-made or in nobody's use.
-        ``deep`` reads everything and compares digests; ``repair`` mends what can be, and each finding says whether it was. A broken file
-        that no store has and no sandbox uses it removes, so that the next import of the same content makes it again. ``found`` is told each
-        finding at once. Raises PermissionDenied unless the key is an admin's, NoCapacity, Unavailable. Safe to repeat."""
+        ``deep`` reads everything and compares digests; ``repair`` mends what can be (a manifest in the shared store on a node that knows
+        its image), and each finding says whether it was. A broken file that no store has and no sandbox uses it removes, so that the next
+        import of the same content makes it again. ``found`` is told each finding at once. Raises PermissionDenied unless the key is an
+        admin's, NoCapacity, Unavailable. Safe to repeat."""
         return run(self._async.fsck(deep=deep, repair=repair, found=found))
 
     def lock(

@@ -301,9 +301,10 @@ class Transport:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """One attempt, answered by a response whose body is still to be read. Raises what the server answers; Unavailable when the
-        connection fails, also while the body is being read inside the ``async with``."""
+        connection fails, also while the body is being read inside the ``async with``; what ``data`` raises, and TypeError where it yields
+        anything but bytes. A :class:`Source` tells which of the two an error came from."""
         session = self._live_session()
-        source = data if data is None or isinstance(data, bytes) else _Source(data)
+        source = data if data is None or isinstance(data, bytes | Source) else Source(data)
         try:
             async with session.request(method, url, data=source, headers=headers, allow_redirects=False) as response:
                 self._answered = True
@@ -312,7 +313,7 @@ class Transport:
                     raise error_of(response.status, response.headers.get("Content-Type", ""), content)
                 yield response
         except CONNECTION_ERRORS as failure:
-            if isinstance(source, _Source) and source.failure is not None:
+            if isinstance(source, Source) and source.failure is not None:
                 raise source.failure from None
             if self._closed_because is not None:
                 raise self._closed_because from failure
@@ -365,7 +366,7 @@ class Transport:
         return socket
 
 
-class _Source:
+class Source:
     """A request body from the caller in chunks that can be sent at once, remembering what the caller raised: that isn't a failure of the
     connection."""
 
@@ -376,6 +377,8 @@ class _Source:
     async def __aiter__(self) -> AsyncGenerator[bytes | memoryview, None]:
         try:
             async for item in self._items:
+                if not isinstance(item, bytes | bytearray | memoryview):
+                    raise TypeError(f"a source of content must yield bytes, not {type(item).__name__}")
                 if len(item) <= SEND_CHUNK:
                     yield item
                     continue

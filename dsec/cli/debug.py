@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
-from urllib.parse import quote
 
 import typer
 
@@ -61,10 +60,11 @@ def debug(
 
 async def _last_commands(client: DSecClient, sandbox_id: str) -> list[CommandEntry]:
     """As the edge remembers them: also those of shell sessions, and of a sandbox that can't be asked any more."""
+    from libdsec.ids import sandbox_path
     from libdsec.schema import CommandEntry
     from libdsec.transport import Answer
 
-    url = client.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}/commands")
+    url = client.transport.at(f"{sandbox_path(sandbox_id)}/commands")
     return await client.transport.call("GET", url, Answer(list[CommandEntry]))
 
 

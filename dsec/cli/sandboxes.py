@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
-from urllib.parse import quote
 
 import typer
 
@@ -380,10 +379,11 @@ async def stop_many(client: DSecClient, ids: Sequence[str]) -> tuple[list[Sandbo
 
 async def _stop_one(client: DSecClient, sandbox_id: str) -> SandboxInfo:
     """Stop a sandbox by its id alone; of one that has ended already: its record. Raises SandboxNotFound, Unavailable."""
+    from libdsec.ids import sandbox_path
     from libdsec.schema import SandboxInfo
     from libdsec.transport import Answer
 
-    url = client.transport.at(f"/v1/sandboxes/{quote(sandbox_id, safe='')}")
+    url = client.transport.at(sandbox_path(sandbox_id))
     return await client.transport.call("DELETE", url, Answer(SandboxInfo))
 
 

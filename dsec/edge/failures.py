@@ -41,6 +41,7 @@ _BY_ERRNO: dict[int, type[DSecError]] = {
     errno.ENAMETOOLONG: InvalidArgument,
     errno.ELOOP: InvalidArgument,
     errno.EINVAL: InvalidArgument,
+    errno.ENXIO: InvalidArgument,
     errno.ENOSPC: DiskFull,
     errno.EDQUOT: DiskFull,
 }

@@ -6,6 +6,7 @@ import math
 import re
 
 from libdsec.errors import InvalidArgument, Unsupported
+from libdsec.ids import NAME
 from libdsec.schema import AnyRunArgs, DSecContainerRunArgs, DSecFullVMRunArgs
 
 MEMORY_MB_MIN = 16
@@ -25,14 +26,12 @@ LABELS_MAX = 64
 LABEL_NAME_MAX = 128
 LABEL_VALUE_MAX = 1024
 KEY_MAX = 256
-EXEC_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 ENV_BYTES_MAX = 256 << 10
 """Environment of a sandbox: it is part of every command's."""
 PATH_MAX = 4096
 """Linux' own PATH_MAX."""
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\$?(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\$?)?")
 _LABEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]*")
-_SESSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def check_run_args(args: AnyRunArgs) -> DSecContainerRunArgs:
@@ -119,12 +118,12 @@ def check_seconds(field: str, seconds: float) -> None:
 
 
 def check_exec_id(exec_id: str) -> None:
-    if not EXEC_ID.fullmatch(exec_id):
+    if not NAME.fullmatch(exec_id):
         raise InvalidArgument("exec_id must be 1 to 128 letters, digits and . _ : -, beginning with a letter or digit", field="exec_id")
 
 
 def check_session(session: str) -> None:
-    if not _SESSION.fullmatch(session):
+    if not NAME.fullmatch(session):
         raise InvalidArgument("session must be 1 to 128 letters, digits and . _ : -, beginning with a letter or digit", field="session")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 import tarfile
@@ -11,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from libdsec import DiskFull, DSecClient, DSecError, FileNotFound, InvalidArgument, PermissionDenied, Sandbox
+from libdsec import DiskFull, DSecClient, DSecError, FileError, FileNotFound, InvalidArgument, PermissionDenied, Sandbox
 
 
 async def test_bytes_and_text_come_back_as_written(sandbox: Sandbox) -> None:
@@ -74,6 +75,35 @@ async def test_errors_have_classes_of_their_own(sandbox: Sandbox) -> None:
         await sandbox.files.remove("/etc")
     with pytest.raises(PermissionDenied):
         await sandbox.files.write("/proc/sys/kernel/hostname", b"x")
+
+
+async def test_sockets_and_pipes_are_not_read_and_stay_out_of_a_download(sandbox: Sandbox, tmp_path: Path) -> None:
+    make = "import os, socket; os.makedirs('/tmp/odd'); socket.socket(socket.AF_UNIX).bind('/tmp/odd/s'); os.mkfifo('/tmp/odd/p')"
+    await sandbox.exec(["python3", "-c", make], check=True)
+    await sandbox.files.write("/tmp/odd/f", "1")
+    for name, number in (("s", errno.ENXIO), ("p", errno.EINVAL), ("", errno.EISDIR)):
+        with pytest.raises(InvalidArgument) as caught:
+            await sandbox.files.read(f"/tmp/odd/{name}")
+        assert caught.value.errno == number
+    await sandbox.files.download("/tmp/odd", tmp_path / "odd")
+    assert os.listdir(tmp_path / "odd") == ["f"]
+
+
+async def test_what_leads_nowhere_does_not_exist_and_names_come_back_clean(sandbox: Sandbox) -> None:
+    await sandbox.exec("mkdir -p d && echo 1 > d/f && ln -s loop d/loop && ln -s d link", check=True)
+    assert await sandbox.files.exists("d/f")
+    for path in ("d/f/x", "d/loop", "d/" + "y" * 300):
+        assert not await sandbox.files.exists(path)
+    workdir = (await sandbox.exec("pwd")).stdout.strip().rstrip("/")
+    for path in (".", "./", f"{workdir}/."):
+        assert {f"{workdir}/d", f"{workdir}/link"} <= {entry.path for entry in await sandbox.files.list(path)}
+    assert sorted(entry.path for entry in await sandbox.files.list("./link/.")) == [f"{workdir}/link/f", f"{workdir}/link/loop"]
+
+
+async def test_a_directory_of_the_image_is_moved_by_copying_only(sandbox: Sandbox) -> None:
+    with pytest.raises(FileError) as caught:
+        await sandbox.files.move("/usr/share", "/usr/share2")
+    assert caught.value.errno == errno.EXDEV
 
 
 async def test_a_full_disk_is_reported_and_nothing_half_written_stays(sandbox: Sandbox) -> None:

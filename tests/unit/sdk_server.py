@@ -14,7 +14,17 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 import msgspec
 from aiohttp import WSMsgType, web
 
-from libdsec.errors import DSecError, ErrorEnvelope, FileNotFound, NoCapacity, ProcessNotFound, SandboxGone, SandboxNotFound
+from libdsec.errors import (
+    DSecError,
+    ErrorEnvelope,
+    FileNotFound,
+    InvalidArgument,
+    NoCapacity,
+    ProcessNotFound,
+    SandboxFailed,
+    SandboxGone,
+    SandboxNotFound,
+)
 from libdsec.schema import (
     CommandResult,
     CreateItem,
@@ -89,6 +99,8 @@ class FakeServer:
         self.output_offsets: list[int] = []
         self.files: dict[bytes, bytes] = {}
         self.directories: set[bytes] = set()
+        self.stat_errno: int | None = None
+        """What the kernel says to every stat, while set."""
         self.tar = b""
         self.tars_put: list[bytes] = []
         self.last_query: dict[str, bytes] = {}
@@ -305,7 +317,8 @@ class FakeServer:
         return exec_id
 
     async def _process(self, request: web.Request) -> web.Response:
-        return self._answer(request, ProcessInfo(exec_id=self._known(request), pid=7))
+        exec_id = self._known(request)
+        return self._answer(request, ProcessInfo(exec_id=exec_id, pid=7, running=not self.stdin_ended[exec_id].is_set()))
 
     async def _wait(self, request: web.Request) -> web.Response:
         exec_id = self._known(request)
@@ -367,10 +380,14 @@ class FakeServer:
         return self._answer(request, self._file_info(path))
 
     async def _stat(self, request: web.Request) -> web.Response:
+        if self.stat_errno is not None:
+            raise InvalidArgument(os.strerror(self.stat_errno), errno=self.stat_errno)
         return self._answer(request, self._file_info(self.last_query["path"]))
 
     async def _list_files(self, request: web.Request) -> web.Response:
-        lines = [msgspec.json.encode(self._file_info(path)) for path in sorted(self.files)]
+        below = self.last_query["path"].rstrip(b"/") + b"/"
+        names = [path for path in sorted(self.files) if path.startswith(below)]
+        lines = [msgspec.json.encode(self._file_info(path)) for path in names]
         return web.Response(body=b"\n".join(lines), content_type="application/x-ndjson")
 
     async def _watch(self, request: web.Request) -> web.Response:
@@ -396,11 +413,15 @@ class FakeServer:
     # -- ports ----------------------------------------------------------------------------------------------------------------------------
 
     async def _tcp(self, request: web.Request) -> web.StreamResponse:
-        self._live(request)
+        if self._live(request).state == "failed":
+            raise SandboxFailed("its agent died")
         if request.match_info["port"] == "9":
             raise web.HTTPConflict
         websocket = web.WebSocketResponse()
         await websocket.prepare(request)
+        if request.match_info["port"] == "7":
+            # Takes the connection and reads nothing.
+            await asyncio.Event().wait()
         async for message in websocket:
             assert message.type is WSMsgType.BINARY
             if message.data == b"bye":

@@ -550,6 +550,20 @@ def test_an_error_is_one_line_that_says_what_to_do(service: Service) -> None:
     assert ran.stderr == "dsec: there is no such sandbox; `dsec ls` shows the sandboxes of this key's project\n"
 
 
+@pytest.mark.parametrize("words", [("exec", "", "true"), ("logs", ""), ("debug", ""), ("stop", "")], ids=lambda words: words[0])
+def test_an_empty_id_is_no_sandbox(service: Service, words: tuple[str, ...]) -> None:
+    ran = Ran(*words)
+    assert ran.code == 1
+    assert "there is no sandbox ''" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+def test_what_is_no_address_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSEC_URL", "foo")
+    ran = Ran("ls")
+    assert ran.code == 1
+    assert ran.stderr.startswith("dsec: 'foo' is not a server's address: that is http://HOST:PORT")
+
+
 def test_a_wrong_key_says_how_to_give_one(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSEC_API_KEY", "dsec_wrong")
     ran = Ran("ls")

@@ -294,6 +294,7 @@ class TestErrors:
             (errno.ENAMETOOLONG, "invalid_argument", 400),
             (errno.ELOOP, "invalid_argument", 400),
             (errno.EINVAL, "invalid_argument", 400),
+            (errno.ENXIO, "invalid_argument", 400),
             (errno.ENOSPC, "disk_full", 507),
             (errno.EDQUOT, "disk_full", 507),
             (errno.EIO, "file_error", 422),

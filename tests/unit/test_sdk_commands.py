@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,10 +16,13 @@ from libdsec import (
     CommandResult,
     Conflict,
     DeadlineExceeded,
+    DSecError,
+    FileNotFound,
     InvalidArgument,
     ProcessNotFound,
     PtySize,
     Sandbox,
+    SandboxFailed,
     SandboxGone,
     Unavailable,
 )
@@ -134,6 +138,57 @@ class TestStdin:
             await sandbox.exec(["cat"], stdin=broken())
         assert [(entry.signal, entry.tree) for entry in server.signals] == [("KILL", True)]
 
+    @pytest.mark.parametrize("failure", [FileNotFound("of another sandbox"), InvalidArgument("mine"), Unavailable("mine")], ids=repr)
+    async def test_a_source_that_fails_with_an_error_of_the_tree_is_no_answer_of_the_server(
+        self, server: FakeServer, sandbox: Sandbox, failure: DSecError
+    ) -> None:
+        async def broken() -> AsyncIterator[bytes]:
+            yield b"some"
+            raise failure
+
+        with pytest.raises(type(failure)) as caught:
+            await asyncio.wait_for(sandbox.exec(["cat"], stdin=broken()), 10)
+        assert caught.value is failure
+        assert [(entry.signal, entry.tree) for entry in server.signals] == [("KILL", True)]
+        process = await sandbox.start(["cat"])
+        with pytest.raises(type(failure)) as caught:
+            await asyncio.wait_for(process.write_stdin(broken()), 10)
+        assert caught.value is failure
+
+    async def test_a_source_of_text_is_the_callers_mistake(self, server: FakeServer, sandbox: Sandbox) -> None:
+        async def text() -> AsyncIterator[Any]:
+            yield "text"
+
+        with pytest.raises(TypeError, match="yield bytes, not str"):
+            await sandbox.exec(["cat"], stdin=text())
+        assert [entry.signal for entry in server.signals] == ["KILL"]
+        process = await sandbox.start(["cat"])
+        with pytest.raises(TypeError, match="yield bytes, not str"):
+            await process.write_stdin(text())
+
+
+class TestIds:
+    @pytest.mark.parametrize("exec_id", ["", "../../x", "a/b", "x" * 129, "ü"])
+    async def test_what_no_command_can_be_called_is_not_found(self, server: FakeServer, sandbox: Sandbox, exec_id: str) -> None:
+        server.requests.clear()
+        with pytest.raises(ProcessNotFound):
+            await sandbox.process(exec_id)
+        assert not server.requests
+
+    async def test_a_command_cannot_be_given_such_a_name(self, server: FakeServer, sandbox: Sandbox) -> None:
+        for call in (sandbox.exec, sandbox.start):
+            with pytest.raises(InvalidArgument) as caught:
+                await call("true", exec_id="../x")
+            assert caught.value.field == "exec_id"
+        assert not server.execs
+
+    @pytest.mark.parametrize("session", ["", "../x", "a b"])
+    async def test_what_no_session_can_be_called_is_refused(self, server: FakeServer, sandbox: Sandbox, session: str) -> None:
+        server.requests.clear()
+        with pytest.raises(InvalidArgument) as caught:
+            await sandbox.close_session(session)
+        assert caught.value.field == "session" and not server.requests
+
 
 class TestProcess:
     async def test_output_goes_on_where_the_connection_broke(self, server: FakeServer, sandbox: Sandbox) -> None:
@@ -197,6 +252,13 @@ class TestProcess:
         with pytest.raises(DeadlineExceeded):
             await process.wait(timeout=0.05)
 
+    async def test_waiting_for_no_time_asks_once(self, sandbox: Sandbox) -> None:
+        process = await sandbox.start(["cat"])
+        with pytest.raises(DeadlineExceeded):
+            await process.wait(timeout=0)
+        await process.close_stdin()
+        assert (await process.wait(timeout=0)).exec_id == process.exec_id
+
 
 class TestPorts:
     async def test_a_connection_is_a_pair_of_streams(self, sandbox: Sandbox) -> None:
@@ -217,6 +279,38 @@ class TestPorts:
         await writer.wait_closed()
         assert writer.is_closing()
 
+    @pytest.mark.parametrize("waiting", [0, 30_000_000], ids=["idle", "blocked"])
+    async def test_aborting_loses_what_waits_at_once_and_without_a_handshake(
+        self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, waiting: int
+    ) -> None:
+        async def close(*_: object, **__: object) -> bool:
+            raise AssertionError("a handshake")
+
+        monkeypatch.setattr("aiohttp.ClientWebSocketResponse.close", close)
+        before = asyncio.all_tasks()
+        reader, writer = await sandbox.connect(7)
+        writer.write(b"z" * waiting)
+        with contextlib.suppress(TimeoutError):
+            # Until the kernel takes no more: the rest is what the peer doesn't read.
+            await asyncio.wait_for(writer.drain(), 0.3)
+        carriers = asyncio.all_tasks() - before
+        writer.transport.abort()
+        writer.transport.abort()
+        await asyncio.wait_for(writer.wait_closed(), 2)
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+        assert writer.is_closing()
+        done, pending = await asyncio.wait([task for task in carriers if "_WebSocketTransport" in repr(task)], timeout=2)
+        assert len(done) == 2 and not pending
+
+    async def test_aborting_cuts_an_orderly_close_short(self, sandbox: Sandbox) -> None:
+        _, writer = await sandbox.connect(7)
+        writer.write(b"z" * 30_000_000)
+        writer.close()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(writer.wait_closed()), 0.2)
+        writer.transport.abort()
+        await asyncio.wait_for(writer.wait_closed(), 2)
+
     async def test_a_break_is_not_an_end_of_file(self, sandbox: Sandbox) -> None:
         reader, writer = await sandbox.connect(8000)
         writer.write(b"break")
@@ -228,6 +322,17 @@ class TestPorts:
             await sandbox.connect(9)
         with pytest.raises(InvalidArgument):
             await sandbox.connect(70_000)
+
+    async def test_a_sandbox_that_has_ended_tells_when_and_why(self, server: FakeServer, sandbox: Sandbox) -> None:
+        info = server.sandboxes[sandbox.id]
+        info.state, info.reason, info.ended_at = "failed", "agent_died", 2.0
+        with pytest.raises(SandboxFailed) as failed:
+            await sandbox.connect(8000)
+        assert (failed.value.reason, failed.value.at) == ("agent_died", 2.0)
+        await sandbox.stop()
+        with pytest.raises(SandboxGone) as gone:
+            await sandbox.connect(8000)
+        assert (gone.value.reason, gone.value.at) == ("stopped", 1.0)
 
     async def test_an_address_for_a_port(self, sandbox: Sandbox) -> None:
         assert sandbox.url(8000) == f"http://ports/{sandbox.id}/8000/{port_signature('key', 8000)}/"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from sdk_server import FakeServer
 
-from libdsec import FileError, FileNotFound, InvalidArgument, Sandbox, Unavailable
+from libdsec import DSecError, FileError, FileNotFound, InvalidArgument, Sandbox, Unavailable
 from libdsec.files import Files
 from libdsec.tar import pack
 from libdsec.transport import SEND_CHUNK
@@ -31,6 +33,12 @@ async def files(sandbox: Sandbox) -> Files:
         ("/raw\udcff", b"/raw\xff"),
         (PurePosixPath("/pure/path"), b"/pure/path"),
         ("relative/file", b"/home/me/relative/file"),
+        ("./a/./b//c", b"/home/me/a/b/c"),
+        (b"/link/../a", b"/link/../a"),
+        ("/link/", b"/link/"),
+        ("/link/.", b"/link/"),
+        ("//", b"/"),
+        (".", b"/home/me"),
     ],
 )
 async def test_names_arrive_as_the_bytes_that_they_are(
@@ -113,6 +121,36 @@ async def test_a_source_that_fails_writes_nothing(server: FakeServer, files: Fil
     with pytest.raises(ZeroDivisionError):
         await files.write_stream("/half", source())
     assert b"/half" not in server.files
+
+
+@pytest.mark.parametrize("failure", [FileNotFound("of another sandbox"), InvalidArgument("mine")], ids=repr)
+async def test_a_source_that_fails_with_an_error_of_the_tree_is_heard(server: FakeServer, files: Files, failure: DSecError) -> None:
+    async def source() -> AsyncIterator[bytes]:
+        yield b"x" * 100_000
+        raise failure
+
+    with pytest.raises(type(failure)) as caught:
+        await files.write_stream("/half", source())
+    assert caught.value is failure and b"/half" not in server.files
+
+
+async def test_a_source_of_text_is_the_callers_mistake(server: FakeServer, files: Files) -> None:
+    async def source() -> AsyncIterator[Any]:
+        yield "text"
+
+    with pytest.raises(TypeError, match="yield bytes, not str"):
+        await files.write_stream("/text", source())
+    assert not server.files
+
+
+@pytest.mark.parametrize("number", [errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL], ids=errno.errorcode.get)
+async def test_what_leads_nowhere_does_not_exist(server: FakeServer, files: Files, number: int) -> None:
+    server.stat_errno = number
+    if number == errno.EINVAL:
+        with pytest.raises(InvalidArgument):
+            await files.exists("/f")
+    else:
+        assert not await files.exists("/f/x")
 
 
 async def test_the_tree_calls_say_what_they_mean(server: FakeServer, files: Files) -> None:
@@ -234,7 +272,6 @@ HOSTILE: dict[str, Callable[[Path], bytes]] = {
     "a hardlink to an absolute name": lambda out: archive_of(entry("h", LNK, f"{out}/secret")),
     "a hardlink through a symlink": lambda out: archive_of(entry("s", SYM, "../secret"), entry("h", LNK, "s")),
     "a device": lambda out: archive_of(entry("d", tarfile.CHRTYPE)),
-    "a pipe": lambda out: archive_of(entry("p", tarfile.FIFOTYPE)),
     "a truncated archive": lambda out: archive_of(entry("f", content=b"x" * 5000))[:2000],
     "no archive at all": lambda out: b"nonsense" * 1000,
 }
@@ -251,6 +288,13 @@ async def test_a_hostile_archive_is_refused_and_touches_nothing_outside(
     assert sorted(os.listdir(tmp_path)) == ["secret", "target"]
     assert (tmp_path / "secret").read_text() == "secret" and (tmp_path / "secret").stat().st_nlink == 1
     assert all(path.resolve().is_relative_to(tmp_path / "target") for path in (tmp_path / "target").rglob("*"))
+
+
+async def test_pipes_are_left_out_of_a_download(server: FakeServer, files: Files, tmp_path: Path) -> None:
+    server.tar = archive_of(entry("p", tarfile.FIFOTYPE), entry("d/p", tarfile.FIFOTYPE), entry("f", content=b"x"))
+    server.directories = {b"/d"}
+    await files.download("/d", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["d", "f"] and not os.listdir(tmp_path / "out" / "d")
 
 
 async def test_links_to_the_outside_can_be_left_out_or_kept(server: FakeServer, files: Files, tmp_path: Path) -> None:

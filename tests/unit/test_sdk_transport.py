@@ -77,6 +77,23 @@ async def test_a_server_that_never_answered_is_given_up_soon_with_advice(monkeyp
             await client.get("sb-1")
 
 
+@pytest.mark.parametrize(
+    "url", ["foo", "localhost:8000", "ftp://h", "http://", "http://h:x", "http://h:99999", "http://a b", "http://h?q", "unix://relative"]
+)
+def test_what_is_no_address_says_what_one_looks_like(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match="http://HOST:PORT") as caught:
+        DSecClient(url, "k")
+    assert caught.value.field == "url" and repr(url) in caught.value.message
+    monkeypatch.setenv("DSEC_URL", url)
+    with pytest.raises(InvalidArgument, match="http://HOST:PORT"):
+        DSecClient()
+
+
+@pytest.mark.parametrize("url", ["http://h", "https://h/prefix/", "http://[::1]:80", "http://127.0.0.1:8000", "unix:///run/dsec.sock"])
+def test_addresses_are_taken_as_they_are(url: str) -> None:
+    assert DSecClient(url, "k").url == url.rstrip("/")
+
+
 async def test_the_removal_of_an_image_is_not_repeated(server: FakeServer, client: DSecClient) -> None:
     with pytest.raises(Unavailable):
         await client.images.remove("python:3.11")
