@@ -549,7 +549,7 @@ impl Image {
         };
         self.write_inode(spot.at, &inode);
         match &leaf.kind {
-            LeafKind::File(data) => {
+            LeafKind::File(data) if data.size > 0 => {
                 self.write_chunk_indexes(spot.at + INODE_SIZE + xattrs.len() as u64, data)
             }
             LeafKind::Symlink(target) => {
