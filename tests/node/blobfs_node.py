@@ -273,6 +273,7 @@ class Node:
         self.fetcher = Fetcher(self.run / "fetch.sock")
         self.spawner_process: subprocess.Popen[bytes] | None = None
         self.blobfs_process: subprocess.Popen[bytes] | None = None
+        self.absence_s = 600
         self._root = -1
         self._connections: list[Connection] = []
 
@@ -281,6 +282,7 @@ class Node:
 
     def start_spawner(self) -> Connection:
         options = [*self.options(), "--service-uid", str(SERVICE_UID), "--scratch-mb", "256", "--chronus", BIN / "chronus"]
+        options += ["--absence-s", str(self.absence_s)]
         with (self.home / "log").open("ab") as log:
             self.spawner_process = subprocess.Popen([BIN / "dsec-spawner", "serve", *options], stdout=log, stderr=log)
         pid = self.spawner_process.pid

@@ -43,6 +43,13 @@ def noise(size: int, seed: int = 1) -> bytes:
 
 
 @pytest.fixture
+def absence(node: Node) -> int:
+    """Seconds that reads wait for the next spawner: not as many as people need. Asked for before ``parts``."""
+    node.absence_s = 3
+    return node.absence_s
+
+
+@pytest.fixture
 def parts(node: Node) -> tuple[Connection, Connection]:
     """A spawner and a blobfs, and a fetcher that does its work."""
     spawner = node.start_spawner()
@@ -327,7 +334,7 @@ def test_reads_wait_for_the_next_ones_when_spawner_and_blobfs_die_together(node:
     assert reader.result(30) == layer.files["noise"]
 
 
-def test_readers_are_let_go_when_no_spawner_comes_back(node: Node, parts: tuple[Connection, Connection]) -> None:
+def test_readers_are_let_go_when_no_spawner_comes_back(node: Node, absence: int, parts: tuple[Connection, Connection]) -> None:
     layer = mounted(node, parts, {"noise": noise(MB)})
     node.fetcher.gate.clear()
     reader = in_thread(node.lazy(layer, "noise").read_bytes)
@@ -335,7 +342,7 @@ def test_readers_are_let_go_when_no_spawner_comes_back(node: Node, parts: tuple[
     node.kill(node.spawner_process)
     node.kill(node.blobfs_process)
     with pytest.raises(OSError) as raised:
-        reader.result(45)
+        reader.result(absence + 30)
     assert raised.value.errno == errno.EIO
     # The next ones begin anew.
     node.fetcher.gate.set()

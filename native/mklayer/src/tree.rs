@@ -33,6 +33,14 @@ pub struct Attributes {
     pub xattrs: Xattrs,
 }
 
+impl Attributes {
+    /// Whether all but the time is alike.
+    fn grants_like(&self, other: &Attributes) -> bool {
+        let all = |of: &Attributes| (of.mode, of.uid, of.gid);
+        all(self) == all(other) && self.xattrs == other.xattrs
+    }
+}
+
 /// A file that isn't a directory. It stands in an arena, because several names can lead to it.
 #[derive(Clone, Debug)]
 pub struct Leaf {
@@ -137,7 +145,11 @@ fn cover_of(stack: &[&Directory]) -> Option<Directory> {
         .filter_map(below)
         .map(|(name, made)| (name, Node::Directory(Box::new(made))))
         .collect();
-    if children.is_empty() && (!highest.synthesized || named.is_none()) {
+    // A made-up time alone isn't worth a layer.
+    let differs = named.is_some_and(|named| {
+        highest.synthesized && !highest.attributes.grants_like(&named.attributes)
+    });
+    if children.is_empty() && !differs {
         return None;
     }
     Some(Directory {

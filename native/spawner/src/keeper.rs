@@ -20,8 +20,6 @@ use crate::sysapi;
 
 /// How long reads wait for a blobfs while a spawner is there, which starts one again at once: longer, and it can't be started.
 pub const GRACE: Duration = Duration::from_secs(30);
-/// How long reads wait for a service that was ended: sandboxes live on, and whoever upgrades or mends it has so long.
-const ABSENCE: Duration = Duration::from_secs(600);
 /// It has nothing to finish.
 const END_MS: libc::c_int = 2000;
 const MAX_FRAME: u32 = 16;
@@ -43,6 +41,8 @@ pub fn socket(options: &Options) -> PathBuf {
 /// The spawner's end.
 pub struct Keeper {
     program: PathBuf,
+    /// Seconds that one waits for the next spawner.
+    absence_s: u64,
     null: File,
     /// The socket of those that are started from here. None: an earlier spawner started it, and has taken its socket along.
     listener: Option<UnixListener>,
@@ -52,7 +52,7 @@ pub struct Keeper {
 
 impl Keeper {
     /// Finds the one that an earlier spawner started, and the connection that it holds. Must be called in the host's mount namespace.
-    pub fn open(path: &Path, null: File) -> io::Result<(Self, Option<OwnedFd>)> {
+    pub fn open(path: &Path, absence_s: u64, null: File) -> io::Result<(Self, Option<OwnedFd>)> {
         let (listener, link, held) = match ask(path, TAKE) {
             Ok((stream, _, held)) => (None, Some(stream), held),
             Err(_) => {
@@ -67,6 +67,7 @@ impl Keeper {
         };
         let keeper = Keeper {
             program: "/proc/self/exe".into(),
+            absence_s,
             null,
             listener,
             link: Mutex::new(link),
@@ -113,6 +114,7 @@ impl Keeper {
         command
             .arg0("dsec-spawner")
             .arg("keep")
+            .arg(format!("--absence-s={}", self.absence_s))
             .stdin(null()?)
             .stdout(null()?)
             .stderr(null()?);
@@ -164,8 +166,8 @@ pub fn end(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The process.
-pub fn run() -> Result<i32, String> {
+/// The process. `absence_s`: seconds that it waits for the next spawner.
+pub fn run(absence_s: u64) -> Result<i32, String> {
     // SAFETY: the spawner put these three into place; nobody else owns them.
     let (mut connection, listener, spawner) = unsafe {
         (
@@ -179,7 +181,7 @@ pub fn run() -> Result<i32, String> {
         if serve(&peer, &mut connection) {
             return Ok(0);
         }
-        let patience = ABSENCE.as_millis() as libc::c_int;
+        let patience = (absence_s * 1000) as libc::c_int;
         let came = sysapi::wait_readable(listener.as_raw_fd(), patience);
         if !came.map_err(|error| error.to_string())? {
             return Ok(0);
@@ -220,7 +222,7 @@ mod tests {
     fn one_that_died_is_followed_by_another() {
         let null = || File::options().read(true).write(true).open("/dev/null");
         let path = std::env::temp_dir().join(format!("dsec-keeper-{}", std::process::id()));
-        let (mut keeper, held) = Keeper::open(&path, null().unwrap()).unwrap();
+        let (mut keeper, held) = Keeper::open(&path, 1, null().unwrap()).unwrap();
         assert!(held.is_none() && !keeper.is_there());
         // It ends at once.
         keeper.program = "/bin/true".into();

@@ -47,7 +47,7 @@ fn main() {
         Command::Serve => server::run(&options)
             .map(|()| 0)
             .map_err(|error| error.to_string()),
-        Command::Keep => keeper::run(),
+        Command::Keep => keeper::run(options.absence_s),
         Command::Sweep => sweep::run(&options),
         Command::Supervise => supervise::run(&options),
         Command::Doctor => doctor::run(&options),

@@ -150,7 +150,11 @@ impl Node {
         let null = File::options().read(true).write(true).open("/dev/null")?;
         let (keeper, held) = named(
             "the keeper of blobs",
-            Keeper::open(&keeper::socket(options), null.try_clone()?),
+            Keeper::open(
+                &keeper::socket(options),
+                options.absence_s,
+                null.try_clone()?,
+            ),
         )?;
         let fuse = named(
             "the blobs' filesystem",

@@ -16,6 +16,9 @@ const MIN_SCRATCH_MB: u64 = 256;
 /// Chunks of blobs that are kept, unless told otherwise; blobfs refuses less than the minimum.
 const DEFAULT_CACHE_BYTES: u64 = 16 << 30;
 const MIN_CACHE_BYTES: u64 = 1 << 20;
+/// How long reads wait for a service that was ended: sandboxes live on, and whoever upgrades or mends it has so long.
+const DEFAULT_ABSENCE_S: u64 = 600;
+const MAX_ABSENCE_S: u64 = 86_400;
 /// Bytes of the run directory's path: the sockets below it must fit into the 108 of sun_path.
 const MAX_RUN_DIR_BYTES: usize = 80;
 const MAX_CGROUP_BYTES: usize = 40;
@@ -48,6 +51,7 @@ dsec-spawner: every privileged act of the service, behind one socket
   --mounts MEANS       auto; or classic: layers by loop devices and by path, as kernels before 6.15 need (auto)
   --chronus FILE       the agent's program (chronus beside this program)
   --mklayer FILE       the program that makes layers (dsec-mklayer beside this program)
+  --absence-s N        how long reads of layers that are loaded on demand wait for a daemon that was ended (600)
   --code DIR           supervise: the directory that the service's code is read from
   --blobfs FILE        supervise: the program that serves blobs (dsec-blobfs beside this program)
   --cache-bytes N      supervise: how many bytes of blobs blobfs keeps (17179869184)
@@ -82,6 +86,8 @@ pub struct Options {
     pub mounts: Mounts,
     pub chronus: PathBuf,
     pub mklayer: PathBuf,
+    /// Seconds that reads wait for a service that was ended.
+    pub absence_s: u64,
     /// Where the service's code is; empty but for `supervise`.
     pub code: PathBuf,
     /// The program that serves blobs.
@@ -106,6 +112,7 @@ impl Options {
             mounts: Mounts::Auto,
             chronus: beside_this_program("chronus"),
             mklayer: beside_this_program("dsec-mklayer"),
+            absence_s: DEFAULT_ABSENCE_S,
             code: PathBuf::new(),
             blobfs: beside_this_program("dsec-blobfs"),
             cache_bytes: DEFAULT_CACHE_BYTES,
@@ -116,7 +123,7 @@ impl Options {
 
     /// The arguments that make another process of this program see the same instance (without what only `supervise` needs).
     pub fn to_args(&self) -> Vec<OsString> {
-        let pairs: [(&str, OsString); 9] = [
+        let pairs: [(&str, OsString); 10] = [
             ("--run-dir", self.run_dir.clone().into()),
             ("--state-dir", self.state_dir.clone().into()),
             ("--cgroup", self.cgroup.clone().into()),
@@ -126,6 +133,7 @@ impl Options {
             ("--mounts", self.mounts.name().into()),
             ("--chronus", self.chronus.clone().into()),
             ("--mklayer", self.mklayer.clone().into()),
+            ("--absence-s", self.absence_s.to_string().into()),
         ];
         pairs
             .into_iter()
@@ -148,6 +156,7 @@ impl Options {
             "--mounts" => self.mounts = mounts(&value)?,
             "--chronus" => self.chronus = absolute(name, value)?,
             "--mklayer" => self.mklayer = absolute(name, value)?,
+            "--absence-s" => self.absence_s = number(name, &value, 1, MAX_ABSENCE_S)?,
             "--code" => self.code = absolute(name, value)?,
             "--blobfs" => self.blobfs = absolute(name, value)?,
             "--cache-bytes" => {
