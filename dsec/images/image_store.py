@@ -159,24 +159,32 @@ class ImageStore:
     async def settle(self, environment: Environment) -> Environment:
         """The environment with what it lacks to be shown as it is meant: a directory that a workspace or toolkit only passes through
         (``/home`` of ``/home/agent/repo``) is what the layers below say. Where that takes a layer more it comes on top, and isn't collected
-        while this process lives. From memory where it was settled before.
+        as long as it is known here. From memory where it was settled before.
 
         Raises ImageError, also where the layers are too many with it, Unavailable, NoCapacity.
         """
         if not any(layer.unnamed for layer in environment.layers[:-1]):
             return environment
         key = "\n".join(layer.digest for layer in environment.layers)
-        cover = self._covers.get(key)
-        if cover is None or (cover.layer is not None and not self._blobs.has(cover.layer.digest)):
+        cover = self._known_cover(key)
+        if cover is None:
             async with self._covering.of(key):
-                cover = self._covers.get(key)
-                if cover is None or (cover.layer is not None and not self._blobs.has(cover.layer.digest)):
-                    cover = self._covers[key] = _Cover(await self._cover(environment))
+                cover = self._known_cover(key)
+                if cover is None:
+                    cover = _Cover(await self._cover(environment))
+                    if len(self._covers) >= ENVIRONMENTS_KEPT:
+                        self._covers.clear()
+                    self._covers[key] = cover
         if cover.layer is None:
             return environment
         if len(environment.layers) == LOWER_LAYERS_MAX:
             raise ImageError(f"{LOWER_LAYERS_MAX + 1} layers together, a sandbox takes {LOWER_LAYERS_MAX}")
         return msgspec.structs.replace(environment, layers=(cover.layer, *environment.layers))
+
+    def _known_cover(self, key: str) -> _Cover | None:
+        cover = self._covers.get(key)
+        is_there = cover is None or cover.layer is None or self._blobs.has(cover.layer.digest)
+        return cover if is_there else None
 
     async def _cover(self, environment: Environment) -> LayerInfo | None:
         with self._pinned(_digests_of(environment)), self._importer.pins.scope() as pin:
