@@ -251,8 +251,9 @@ class Starts:
         try:
             if not await self._inventory.journal.insert(record):
                 return await self._key_used_up(sandbox)
-            environment = await self._images.settle(environment)
-            record.layers = refer(environment.layers)
+            settled = await self._images.settle(environment)
+            if settled is not environment:
+                environment, record.layers = settled, refer(settled.layers)
             await self._mount_layers(record, environment)
             counted = True
             self._images.note_start(environment)

@@ -100,6 +100,7 @@ class Sharing:
     async def push(self, entry: Entry, tell: Tell) -> ImageInfo:
         """Pushes one image and remembers it. Raises what Publisher.push raises, ImageNotFound also where it was removed meanwhile."""
         name, version = entry.info.name, entry.info.version
+        self._broken.discard((name, version))
         async with self._flights.of(manifest_key(name, version)):
             if self._local.find(ByName(name, version)) is None:
                 raise ImageNotFound(f"{name}@{version} was removed before it was pushed")
