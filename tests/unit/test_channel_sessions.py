@@ -121,6 +121,23 @@ async def test_a_timeout_counts_the_wait_for_the_session(channel: Channel, shell
     assert not (tmp_path / "never").exists()
 
 
+async def test_a_signal_to_a_call_that_waits_is_its_own(channel: Channel, shell: Session, tmp_path: Path) -> None:
+    running = asyncio.ensure_future(shell(f"while ! [ -e {tmp_path}/go ]; do sleep 0.01; done; x=kept; echo $x", exec_id="running"))
+    waiting = {name: asyncio.ensure_future(shell(f"echo {name} $x", exec_id=name)) for name in ("told", "killed", "spared")}
+    await asyncio.sleep(0)
+    await channel.signal("told", signal.SIGTERM)
+    await channel.signal("killed", signal.SIGKILL, tree=True)
+    await channel.signal("spared", signal.SIGCONT)
+    for name, number in (("told", signal.SIGTERM), ("killed", signal.SIGKILL)):
+        ended = await in_time(waiting[name])
+        assert (ended.signal, ended.stdout, ended.timed_out) == (number, b"", False)
+    assert not running.done()
+    (tmp_path / "go").touch()
+    assert (await running).stdout == b"kept\n"
+    assert (await waiting["spared"]).stdout == b"spared kept\n"
+    assert not (await shell("echo on")).session_restarted
+
+
 async def test_a_shell_that_executes_nothing_any_more_is_replaced_after_a_timeout(shell: Session) -> None:
     # The shell doesn't even tell the exit code of this call: the later ones queue behind it.
     stuck, waiting = await asyncio.gather(shell("set -o noexec", timeout_ms=300), shell("echo never", timeout_ms=100))

@@ -332,8 +332,17 @@ impl Starter {
         })
     }
 
+    /// Sends a signal to the leader's process group; KILL with `tree` to every process of the command.
+    pub fn send(&self, process: &Process, signal: i32, tree: bool) {
+        if tree && signal == libc::SIGKILL {
+            self.kill(process);
+        } else {
+            self.signal(process, signal);
+        }
+    }
+
     /// Sends a signal to the leader's process group. False when nobody is there.
-    pub fn signal(&self, process: &Process, signal: i32) -> bool {
+    fn signal(&self, process: &Process, signal: i32) -> bool {
         // SAFETY: kill has no memory effects; the leader is not reaped yet, so the number is still its own.
         unsafe {
             // A leader that hasn't come to setsid yet has no group of its own.

@@ -254,7 +254,7 @@ impl Chronus {
         command.timed_out = true;
         match command.origin {
             Origin::Process(process) => self.starter.kill(&process),
-            Origin::Call(session) => self.time_out_call(session, id),
+            Origin::Call(session) => self.signal_call(session, id, libc::SIGKILL, true),
             Origin::Waiting => self.end_waiting(id, libc::SIGKILL),
             Origin::Tunnel | Origin::Nothing => {}
         }
@@ -508,24 +508,18 @@ impl Chronus {
     }
 
     fn signal(&mut self, id: u64, number: u64, tree: bool) {
-        let Some(command) = self.commands.get(&id) else {
+        let (Some(command), Ok(number)) = (self.commands.get(&id), i32::try_from(number)) else {
             return;
         };
-        let process = match command.origin {
-            Origin::Waiting => {
-                return self.end_waiting(id, i32::try_from(number).unwrap_or_default())
+        match command.origin {
+            Origin::Waiting => self.end_waiting(id, number),
+            Origin::Process(process) if command.status.is_none() => {
+                self.starter.send(&process, number, tree);
             }
-            Origin::Process(process) if command.status.is_none() => Some(process),
-            Origin::Call(session) if command.exit.is_none() => self.sessions.process(session),
-            _ => None,
-        };
-        let (Some(process), Some(number)) = (process, i32::try_from(number).ok()) else {
-            return;
-        };
-        if tree && number == libc::SIGKILL {
-            self.starter.kill(&process);
-        } else {
-            self.starter.signal(&process, number);
+            Origin::Call(session) if command.exit.is_none() => {
+                self.signal_call(session, id, number, tree);
+            }
+            _ => {}
         }
     }
 

@@ -22,6 +22,7 @@ use crate::server::{Chronus, Leader};
 use crate::spawn::Pipes;
 use crate::timers::Timer;
 use crate::users::{Account, Lookup, Unresolved};
+use crate::waiting::ends;
 
 /// Output of background children that is kept between two calls, each stream; the rest is counted.
 const IDLE_OUTPUT_MAX: u64 = 64 << 10;
@@ -72,12 +73,17 @@ struct OpenShell {
 
 impl Sessions {
     /// The shell of a session, to be signalled.
-    pub fn process(&self, id: u64) -> Option<Process> {
+    fn process(&self, id: u64) -> Option<Process> {
         self.table
             .get(&id)?
             .shell
             .as_ref()
             .map(|shell| shell.process)
+    }
+
+    /// The call of a session that runs.
+    fn current(&self, id: u64) -> Option<u64> {
+        self.table.get(&id)?.current
     }
 
     /// Takes a call out of its session's queue; false where it isn't waiting there.
@@ -489,15 +495,18 @@ impl Chronus {
         }
     }
 
-    /// A call has taken too long. The session goes with the one that runs; one that waits for its turn leaves the others alone.
-    pub(crate) fn time_out_call(&mut self, session: u64, call: u64) {
-        if self.sessions.withdraw(session, call) {
+    /// Sends a signal to a call: to the session's shell where the call runs, so that KILL ends the session, and all of its processes with `tree`. To a call
+    /// that waits for its turn nothing happens but its end; the others are left alone.
+    pub(crate) fn signal_call(&mut self, session: u64, call: u64, signal: i32, tree: bool) {
+        if self.sessions.current(session) == Some(call) {
+            if let Some(process) = self.sessions.process(session) {
+                self.starter.send(&process, signal, tree);
+            }
+        } else if ends(signal) && self.sessions.withdraw(session, call) {
             if let Some(command) = self.commands.get_mut(&call) {
-                command.status = Some(Status::killed_by(libc::SIGKILL as u8));
+                command.status = u8::try_from(signal).ok().map(Status::killed_by);
             }
             self.settle(call);
-        } else {
-            self.kill_session_shell(session);
         }
     }
 

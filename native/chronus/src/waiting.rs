@@ -93,7 +93,7 @@ impl Chronus {
 }
 
 /// Whether a process ends by the signal if it doesn't mind it (signal(7)).
-fn ends(signal: i32) -> bool {
+pub fn ends(signal: i32) -> bool {
     /// Real-time signals are numbered up to this.
     const LAST: i32 = 64;
     (1..=LAST).contains(&signal)
