@@ -10,6 +10,7 @@ import asyncio
 import os
 import secrets
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -17,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.claim import WrongAnswer
+from dsec.demo import lifetime
 
+NAMESPACE = "dsec-far-"
+"""What the far side's namespaces are called, before the process id of their run."""
 RATE = "1gbit"
 DELAY_S = 0.001
 ANSWER_DEADLINE_S = 60.0
@@ -73,9 +77,10 @@ class Link:
 @asynccontextmanager
 async def up() -> AsyncIterator[Link]:
     """Makes the namespace and the link; takes both away when the block is left, and what runs there."""
-    token = secrets.token_hex(2)
+    _remove_left()
+    token = os.getpid()
     subnet = f"10.213.{secrets.randbelow(255)}"
-    link = Link(f"dsec-far-{token}", f"dsn{token}", f"{subnet}.2", AsyncExitStack(), [])
+    link = Link(f"{NAMESPACE}{token}", f"dsn{token}", f"{subnet}.2", AsyncExitStack(), [])
     far_device = f"dsf{token}"
     await call("ip", "netns", "add", link.namespace)
     try:
@@ -96,6 +101,13 @@ async def up() -> AsyncIterator[Link]:
                 await asyncio.shield(call("ip", "link", "del", link.device))
     finally:
         await asyncio.shield(call("ip", "netns", "del", link.namespace))
+
+
+def _remove_left() -> None:
+    """Removes the namespaces, with the links into them, of runs that were killed."""
+    for path in Path("/run/netns").glob(f"{NAMESPACE}*"):
+        if not Path("/proc", path.name.removeprefix(NAMESPACE)).exists():
+            subprocess.run(["ip", "netns", "del", path.name], check=False)
 
 
 async def call(*command: str) -> None:
@@ -130,7 +142,11 @@ async def process(command: Sequence[str | Path], log: Path) -> AsyncIterator[asy
     """Runs a command with its output in a file until the block is left."""
     with log.open("wb") as output:
         started = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT, start_new_session=True
+            *lifetime.with_parent("TERM", *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         yield started

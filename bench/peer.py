@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.claim import WrongAnswer
+from dsec.demo import lifetime
 
 IMAGE = "bench:root"
 RUN_MS = 207.0
@@ -112,18 +112,17 @@ async def running(root_tar: Path, parent: Path) -> AsyncIterator[Docker]:
 async def daemon(parent: Path, *, registry: str | None = None) -> AsyncIterator[Docker]:
     """Starts dockerd (and its containerd) below ``parent``, empty; removes every trace when the block is left. ``registry``: the address of
     one that it may use without TLS."""
-    directory = Path(tempfile.mkdtemp(prefix="dsec-docker-", dir=parent))
-    docker = Docker(directory)
-    try:
-        process = await _start(directory, () if registry is None else ("--insecure-registry", registry))
+    with lifetime.directory("docker", "docker", parent, _remove_cgroups) as directory:
+        docker = Docker(directory)
         try:
-            await _answering(process, docker)
-            yield docker
+            process = await _start(directory, () if registry is None else ("--insecure-registry", registry))
+            try:
+                await _answering(process, docker)
+                yield docker
+            finally:
+                await asyncio.shield(_stop(process, docker))
         finally:
-            await asyncio.shield(_stop(process, docker))
-    finally:
-        _remove_cgroups(directory.name)
-        shutil.rmtree(directory, ignore_errors=True)
+            _remove_cgroups(directory)
 
 
 def _client() -> str:
@@ -136,7 +135,7 @@ async def _start(directory: Path, options: Sequence[str]) -> asyncio.subprocess.
     (directory / "daemon.json").write_text("{}")
     with (directory / "log").open("wb") as log:
         return await asyncio.create_subprocess_exec(
-            "dockerd",
+            *lifetime.with_parent("TERM", "dockerd"),
             *("--config-file", directory / "daemon.json"),
             *("--data-root", directory / "data"),
             *("--exec-root", directory / "exec"),
@@ -181,14 +180,14 @@ async def _stop(daemon: asyncio.subprocess.Process, docker: Docker) -> None:
         await daemon.wait()
 
 
-def _remove_cgroups(name: str) -> None:
+def _remove_cgroups(directory: Path) -> None:
     """Removes the parent cgroup, which dockerd leaves in every hierarchy."""
-    for hierarchy in Path("/sys/fs/cgroup").glob(f"*/{name}"):
-        for directory, _, _ in os.walk(hierarchy, topdown=False):
+    for hierarchy in Path("/sys/fs/cgroup").glob(f"*/{directory.name}"):
+        for group, _, _ in os.walk(hierarchy, topdown=False):
             with suppress(OSError):
-                os.rmdir(directory)
+                os.rmdir(group)
     with suppress(OSError):
-        os.rmdir(f"/sys/fs/cgroup/{name}")
+        os.rmdir(f"/sys/fs/cgroup/{directory.name}")
 
 
 async def _output(*command: str, environment: dict[str, str]) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import signal
 import socket
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsec.demo import footprint
+from dsec.demo import footprint, lifetime
 from libdsec.config import LocalConfig
 
 START_DEADLINE_S = 120.0
@@ -74,14 +73,13 @@ async def running(
     ``service_uid`` is given where several share a directory as their store, else each has a service user of its own. Raises
     InstanceError if it doesn't answer in time. What is raised within the block gets the end of the service's log as a note.
     """
-    base = Path(tempfile.mkdtemp(prefix=f"dsec-{name}-", dir=parent))
-    os.chmod(base, 0o711)  # the service user passes through to what is its own
-    token = secrets.token_hex(3)
-    start = _unused_uids()
-    service = SERVICE_UIDS[secrets.randbelow(len(SERVICE_UIDS))] if service_uid is None else service_uid
-    marks = footprint.Marks(base, f"dsec-{name}-{token}", range(start, start + UIDS_OF_AN_INSTANCE), service)
-    before = footprint.take(marks)
-    try:
+    with lifetime.directory("instance", name, parent, _end_left) as base:
+        os.chmod(base, 0o711)  # the service user passes through to what is its own
+        token = secrets.token_hex(3)
+        start = _unused_uids()
+        service = SERVICE_UIDS[secrets.randbelow(len(SERVICE_UIDS))] if service_uid is None else service_uid
+        marks = footprint.Marks(base, f"dsec-{name}-{token}", range(start, start + UIDS_OF_AN_INSTANCE), service)
+        before = footprint.take(marks)
         process = await _start(marks, scratch_mb, options)
         try:
             config = await _answering(process, base)
@@ -91,8 +89,6 @@ async def running(
             raise
         finally:
             await asyncio.shield(_stop(process))
-    finally:
-        shutil.rmtree(base, ignore_errors=True)
 
 
 async def _start(marks: footprint.Marks, scratch_mb: int, options: Sequence[str]) -> asyncio.subprocess.Process:
@@ -109,10 +105,7 @@ async def _start(marks: footprint.Marks, scratch_mb: int, options: Sequence[str]
     }
     with (base / "log").open("wb") as log:
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "dsec.cli",
-            "up",
+            *lifetime.with_parent("INT", sys.executable, "-m", "dsec.cli", "up"),
             *(str(word) for pair in arguments.items() for word in pair),
             *options,
             stdin=asyncio.subprocess.DEVNULL,
@@ -150,6 +143,13 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+def _end_left(base: Path) -> None:
+    """Ends the instance of a run that was killed, and sweeps what it had."""
+    if (base / "run").exists():
+        command = [sys.executable, "-m", "dsec.cli", "down", "--run-dir", str(base / "run"), "--state-dir", str(base / "state")]
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 
 
 def _unused_uids() -> int:

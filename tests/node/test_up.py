@@ -10,12 +10,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from dsec.demo import lifetime
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 150
@@ -183,3 +186,44 @@ def test_down_after_the_supervisor_was_killed_leaves_nothing(places: list[Place]
     place.down()
     assert place.left() == []
     assert not place.config.exists()
+
+
+KILLED_RUN = """
+import asyncio, sys
+from pathlib import Path
+from dsec.demo import instance
+from libdsec import DSecClient, DSecContainerRunArgs
+
+async def run():
+    async with instance.running("killed", scratch_mb=512, parent=Path(sys.argv[1])) as own, DSecClient(own.nearest, own.api_key) as client:
+        await client.images.import_(Path(sys.argv[2]), name="base")
+        await client.run(DSecContainerRunArgs(container_image="base"))
+        print(own.footprint().total, own.marks.cgroup, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(run())
+"""
+
+
+def test_a_benchmark_that_is_killed_ends_its_service_and_the_next_one_removes_its_files(base_tar: Path) -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        os.chmod(parent, 0o711)
+        kill_a_run(Path(parent), base_tar)
+
+
+def kill_a_run(parent: Path, base_tar: Path) -> None:
+    command = [sys.executable, "-c", KILLED_RUN, str(parent), str(base_tar)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        held, cgroup = run.stdout.readline().split()
+        assert int(held) > 0
+        run.kill()
+    (left,) = parent.iterdir()
+    place = Place(left, cgroup)
+    deadline = time.monotonic() + TIMEOUT_S
+    while place.left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert place.left() == []
+    with lifetime.directory("instance", "next", parent, lambda left: None) as own:
+        assert list(parent.iterdir()) == [own]
+    assert list(parent.iterdir()) == []
