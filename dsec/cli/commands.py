@@ -15,7 +15,7 @@ import typer
 from dsec.cli import sandboxes
 from dsec.cli.input import read_chunks
 from dsec.cli.output import AsJson, clock, print_json, print_table, write_all
-from dsec.cli.run import fail, with_client
+from dsec.cli.run import complain, fail, with_client
 
 if TYPE_CHECKING:
     from libdsec import DSecClient, OutputStream, Process, Sandbox
@@ -196,11 +196,11 @@ async def _show_to_end(process: Process) -> CommandResult:
 def tell_end(result: CommandResult) -> None:
     """Say on stderr what the exit code alone doesn't."""
     if result.start_error is not None:
-        typer.echo(f"dsec: {result.start_error}", err=True)
+        complain(result.start_error)
     if result.timed_out:
-        typer.echo(f"dsec: killed after its timeout ({result.duration_s:.1f} s)", err=True)
+        complain(f"killed after its timeout ({result.duration_s:.1f} s)")
     if result.oom_killed:
-        typer.echo("dsec: killed by the sandbox's memory limit", err=True)
+        complain("killed by the sandbox's memory limit")
 
 
 async def _feed(process: Process) -> None:

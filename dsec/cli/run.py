@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from dsec.cli.output import printable
+
 if TYPE_CHECKING:
     from libdsec import DSecClient
     from libdsec.errors import DSecError
@@ -25,9 +27,15 @@ class CliError(Exception):
     """A command can't do what was asked; the message says why and what to do."""
 
 
+def complain(message: str) -> None:
+    """Say on stderr what went wrong. What a sandbox has put into the message doesn't reach the terminal as it is."""
+    lines = [printable(line) for line in message.split("\n")]
+    print("dsec:", "\n".join(lines), file=sys.stderr)
+
+
 def fail(message: str, *, code: int = FAILED) -> NoReturn:
     """End the command with one line on stderr."""
-    print(f"dsec: {message}", file=sys.stderr)
+    complain(message)
     raise typer.Exit(code)
 
 

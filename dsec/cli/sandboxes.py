@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dsec.cli.output import AsJson, age, print_json, print_table, printable, progress, size, working
-from dsec.cli.run import CliError, fail, with_client
+from dsec.cli.run import CliError, complain, fail, with_client
 
 if TYPE_CHECKING:
     from libdsec import DSecClient
@@ -126,7 +126,7 @@ async def _create_all(client: DSecClient, args: DSecContainerRunArgs, count: int
     if as_json:
         print_json(made)
     for message in sorted(set(failures)):
-        typer.echo(f"dsec: {failures.count(message)} of {count} not created: {message}", err=True)
+        complain(f"{failures.count(message)} of {count} not created: {message}")
     return len(failures)
 
 
@@ -192,7 +192,7 @@ def stop(
             for info in stopped:
                 print(f"{info.id} {info.state}")
         for sandbox_id, message in errors.items():
-            typer.echo(f"dsec: {sandbox_id}: {message}", err=True)
+            complain(f"{sandbox_id}: {message}")
         return 1 if errors else 0
 
     with_client(run)
@@ -402,4 +402,4 @@ async def stop_labelled(client: DSecClient, run_label: str) -> None:
     left = [info.id for info in await still_there(client, {CREATE_LABEL: run_label})]
     _, errors = await stop_many(client, left)
     for sandbox_id, message in errors.items():
-        typer.echo(f"dsec: {sandbox_id} could not be stopped: {message}; `dsec stop {sandbox_id}` tries again", err=True)
+        complain(f"{sandbox_id} could not be stopped: {message}; `dsec stop {sandbox_id}` tries again")

@@ -83,6 +83,10 @@ class NodeSize(msgspec.Struct, frozen=True, kw_only=True):
     scratch: int
 
 
+SCRATCH_SHARE = 0.75
+"""Of the scratch filesystem, what one sandbox may fill: none takes it all from the others. Several can: limits are not reservations."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits that a sandbox gets, and what was changed of those asked for, in words."""
 
@@ -97,16 +101,19 @@ def clamp(args: RunArgs, node: NodeSize) -> Limits:
     """The limits of ``args``, cut to the size of the node; every cut is said in a notice."""
     notices: list[str] = []
 
-    def cut(name: str, asked: float, most: float, unit: str) -> float:
+    def cut(name: str, asked: float, most: float, unit: str, *, why: str = "the node has no more") -> float:
         if asked <= most:
             return asked
-        notices.append(f"{name} cut from {asked:g} to {most:g} {unit}: the node has no more")
+        notices.append(f"{name} cut from {asked:g} to {most:g} {unit}: {why}")
         return most
+
+    disk = max(1, int(node.scratch * SCRATCH_SHARE) // MB)
+    share = f"no sandbox may have more than {SCRATCH_SHARE:.0%} of the node's scratch disk"
 
     return Limits(
         memory_mb=int(cut("memory_limit_mb", args.memory_limit_mb, max(1, node.memory // MB), "MB")),
         cpu_cores=float(cut("cpu_cores_limit", args.cpu_cores_limit, float(node.cores), "cores")),
-        disk_mb=int(cut("disk_limit_mb", args.disk_limit_mb, max(1, node.scratch // MB), "MB")),
+        disk_mb=int(cut("disk_limit_mb", args.disk_limit_mb, disk, "MB", why=share)),
         pids=args.pids_limit,
         notices=tuple(notices),
     )

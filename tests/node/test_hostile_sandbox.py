@@ -77,6 +77,14 @@ ATTACKS = {
     "setflags": lambda: ioctl(0x40086602),
     "tiocsti": lambda: ioctl(0x5412),
     "cgroup-escape": lambda: os.listdir("/sys/fs/cgroup/unified"),
+    "netlink-to-itself": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 2),
+    "netlink-diag": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4),
+    "socket-filter": lambda: socket.socket().setsockopt(1, 26, struct.pack("HxxxxxxQ", 1, 0)),
+    "reuseport-filter": lambda: socket.socket().setsockopt(1, 51, struct.pack("HxxxxxxQ", 1, 0)),
+    "aio": lambda: call(206, 4096, ctypes.byref(ctypes.c_ulong(0))),
+    "neighbours-quotas": lambda: os.listdir("/sys/fs/btrfs") and None or 1 / 0,
+    "neighbours-layers": lambda: os.listdir("/sys/fs/erofs") and None or 1 / 0,
+    "host-paths": lambda: open("/sys/block/loop0/size").read(),
 }
 for name, attack in ATTACKS.items():
     pid = os.fork()
@@ -86,7 +94,7 @@ for name, attack in ATTACKS.items():
         except ZeroDivisionError:
             os._exit(0)
         except OSError as error:
-            os._exit(0 if error.errno in (1, 2, 3, 13, 20, 22, 25, 30, 38) else 3)
+            os._exit(0 if error.errno in (1, 2, 3, 13, 20, 22, 25, 30, 38, 93) else 3)
         os._exit(2)
     _, status = os.waitpid(pid, 0)
     print(name, "stopped" if status == 0 else "REACHED" if status >> 8 == 2 else f"status {status}")
@@ -150,6 +158,52 @@ async def test_taking_every_inotify_instance_takes_nobody_elses(client: DSecClie
     one = "import ctypes\nl=ctypes.CDLL(None)\nprint(l.inotify_init()>=0)"
     assert (await neighbour.exec(["python3", "-c", one])).stdout == "True\n"
     await process.kill()
+
+
+TERMINALS = """
+import os, time
+opened = []
+try:
+    while len(opened) < 3000: opened.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
+except OSError: pass
+print(len(opened), flush=True)
+time.sleep(1000)
+"""
+
+
+async def test_taking_every_terminal_takes_nobody_elses(client: DSecClient, base_image: str) -> None:
+    greedy, neighbour = [item.sandbox async for item in client.run_many(DSecContainerRunArgs(container_image=base_image), count=2)]
+    assert greedy and neighbour
+    process = await greedy.start(["python3", "-c", TERMINALS])
+    assert int(await anext(aiter(process.stdout))) <= 256
+    assert (await neighbour.exec(["python3", "-c", TERMINALS.replace("3000", "1").replace("1000", "0")])).stdout == "1\n"
+    await process.kill()
+
+
+UNREAD = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+kept = []
+for _ in range(200):
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    for end in (client, server):
+        end.setblocking(False)
+        try:
+            while True: end.send(bytes(1 << 18))
+        except BlockingIOError: pass
+    kept += [client, server]
+print([int(line.split()[-1]) * 4096 for line in open("/proc/net/sockstat") if line.startswith("TCP:")][0])
+print(socket.create_connection(listener.getsockname()).send(b"x"))
+"""
+
+
+async def test_what_waits_in_sockets_counts_against_the_sandbox(client: DSecClient, base_image: str) -> None:
+    sandbox = await client.run(DSecContainerRunArgs(container_image=base_image, memory_limit_mb=128))
+    held = await sandbox.exec(["python3", "-c", UNREAD])
+    # Either its memory limit killed it, or the kernel let it queue no more than its share; unlimited it is over 1 GB.
+    assert held.oom_killed or int(held.stdout.splitlines()[0]) < 128 << 20, held
+    assert (await sandbox.exec(["echo", "alive"])).stdout == "alive\n"
 
 
 WHOLE_TREES = {

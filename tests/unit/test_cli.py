@@ -31,6 +31,7 @@ from dsec.api.edges import Edges, LocalEdge
 from dsec.api.keys import Keys
 from dsec.api.listener import Listener, bind, origin
 from dsec.cli import app
+from dsec.cli.run import fail
 from dsec.store import Store
 from libdsec.errors import ErrorBody, ErrorEnvelope
 from libdsec.images import Images
@@ -326,6 +327,12 @@ def test_tables_carry_no_control_characters_of_a_sandbox(service: Service, words
     assert (ran.code, ran.stderr) == (0, "")
     assert "\x1b" not in ran.stdout
     assert "\x07" not in ran.stdout
+
+
+def test_errors_carry_no_control_characters_of_a_sandbox(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        fail("a link to l\x1b]0;title\x07:\nsecond line")
+    assert capsys.readouterr().err == "dsec: a link to l\\x1b]0;title\\x07:\nsecond line\n"
 
 
 def test_debug_shows_the_last_commands_and_how_they_ended(service: Service) -> None:

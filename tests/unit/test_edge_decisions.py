@@ -71,6 +71,11 @@ class TestAdmission:
         assert limits.cpu_cores == 2
         assert limits.notices == ("cpu_cores_limit cut from 64 to 2 cores: the node has no more",)
 
+    def test_no_sandbox_may_fill_the_scratch_disk_alone(self) -> None:
+        limits = clamp(DSecContainerRunArgs(container_image="x"), NodeSize(cores=2, memory=24 * GB, scratch=4 * GB))
+        assert limits.disk_mb == 3 * GB // MB
+        assert "75%" in limits.notices[0]
+
     def test_limits_within_the_node_are_kept_unsaid(self) -> None:
         limits = clamp(DSecContainerRunArgs(container_image="x"), NodeSize(cores=2, memory=24 * GB, scratch=64 * GB))
         assert (limits.memory_mb, limits.cpu_cores, limits.disk_mb, limits.notices) == (2048, 2.0, 10240, ())

@@ -32,6 +32,10 @@ const LOOP_DEVICES: &[&str] = &["c 10:237 rwm", "b 7:* rwm"];
 /// Scheduler period of a CPU quota, the kernel's default.
 const PERIOD_US: u64 = 100_000;
 
+/// What waits in sockets may take this fraction of a sandbox's memory on top of it, where it is counted apart; and at least so many bytes.
+const SOCKET_SHARE: u64 = 8;
+const SOCKET_MEMORY_MIN: u64 = 16 << 20;
+
 /// How long a directory may stay busy (its last processes are on their way out) before it is reported.
 const BUSY_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -196,6 +200,12 @@ impl Cgroups {
             sysapi::write_at(hierarchy.root.as_raw_fd(), c"memory.swappiness", b"0")?;
             // Kernels before 5.11 count children only when told; later ones always do and refuse the write.
             let _ = sysapi::write_at(hierarchy.root.as_raw_fd(), c"memory.use_hierarchy", b"1");
+            // No limit, but counted: while one group has this the kernel's code isn't patched for each first and last sandbox.
+            let _ = sysapi::write_at(
+                hierarchy.root.as_raw_fd(),
+                c"memory.kmem.tcp.limit_in_bytes",
+                b"-1",
+            );
         }
         Ok(())
     }
@@ -252,6 +262,9 @@ impl Cgroups {
             Some((root, false)) => {
                 write(root, "memory.limit_in_bytes", &memory)?;
                 let _ = write(root, "memory.memsw.limit_in_bytes", &memory);
+                // Without a limit v1 doesn't count what waits in sockets at all; with one it has an account of its own.
+                let sockets = (limits.memory / SOCKET_SHARE).max(SOCKET_MEMORY_MIN);
+                let _ = write(root, "memory.kmem.tcp.limit_in_bytes", &sockets.to_string());
             }
             None => {}
         }

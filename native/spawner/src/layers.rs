@@ -43,8 +43,15 @@ const DEVICES: &[(&str, u32, u32)] = &[
 pub const FUSE_MAJOR: u32 = 10;
 pub const FUSE_MINOR: u32 = 229;
 
-/// Directories of /sys that sandboxes must not read.
-const MASKED: [&str; 2] = ["firmware", "devices/virtual/powercap"];
+/// Directories of /sys that sandboxes must not read. The last three tell of other sandboxes how much they have written, what their layers are, and where
+/// the node keeps its files.
+const MASKED: [&str; 5] = [
+    "firmware",
+    "devices/virtual/powercap",
+    "devices/virtual/block",
+    "fs/btrfs",
+    "fs/erofs",
+];
 
 const QUIET: libc::c_ulong = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
 

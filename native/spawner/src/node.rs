@@ -3,7 +3,7 @@
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -57,9 +57,37 @@ pub fn pin(options: &Options) -> PathBuf {
 fn directory(path: &Path, mode: u32) -> io::Result<()> {
     named(
         &path.display().to_string(),
-        std::fs::create_dir_all(path)
-            .and_then(|()| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))),
+        std::fs::create_dir_all(path.parent().unwrap_or(path))
+            .and_then(|()| {
+                make_directory(libc::AT_FDCWD, &CString::new(path.as_os_str().as_bytes())?)
+            })
+            .and_then(|(directory, _)| {
+                if directory.metadata()?.uid() != 0 {
+                    return Err(io::Error::other("it isn't root's: remove it"));
+                }
+                directory.set_permissions(std::fs::Permissions::from_mode(mode))
+            }),
     )
+}
+
+/// Makes a directory of the service's, or takes the one that is there. It is made among files of the service's, which may swap its own for links meanwhile.
+fn service_directory(parent: RawFd, path: &CStr, service: u32) -> io::Result<OwnedFd> {
+    let (directory, made) = make_directory(parent, path)?;
+    if made {
+        std::os::unix::fs::fchown(&directory, Some(service), Some(service))?;
+    }
+    Ok(directory.into())
+}
+
+/// Opens a directory, made if it is missing, never through a link. Says whether it was made.
+fn make_directory(parent: RawFd, path: &CStr) -> io::Result<(File, bool)> {
+    let made = match sysapi::make_dir_at(parent, path, 0o755) {
+        Ok(()) => true,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
+        Err(error) => return Err(error),
+    };
+    let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+    Ok((sysapi::open_at(parent, path, flags)?.into(), made))
 }
 
 /// The directory of the sandboxes' sockets is a tmpfs of its own where the run directory is on a disk: there a socket's inode costs a twentieth of a
@@ -116,15 +144,15 @@ impl Node {
         directory(&run.join("bin"), 0o755)?;
         sockets_in_memory(&run.join("c"))?;
         directory(&options.state_dir.join("scratch"), 0o700)?;
-        let [images, blobs, cache] =
-            ["images", "images/blobs", "blobfs"].map(|name| options.state_dir.join(name));
-        for path in [&images, &blobs, &cache] {
-            if !path.exists() {
-                std::fs::create_dir_all(path)?;
-                let service = Some(options.service_uid);
-                std::os::unix::fs::chown(path, service, service)?;
-            }
-        }
+        let state = open_directory(&options.state_dir)?;
+        let below = |parent: &OwnedFd, name: &CStr| {
+            named(
+                &name.to_string_lossy(),
+                service_directory(parent.as_raw_fd(), name, options.service_uid),
+            )
+        };
+        below(&state, c"blobfs")?;
+        let blobs = below(&below(&state, c"images")?, c"blobs")?;
         directory(&options.state_dir.join("packs"), 0o711)?;
         let chronus = install(&options.chronus, &run.join("bin/chronus"))?;
         let mklayer = install(&options.mklayer, &run.join("bin/dsec-mklayer"))?;
@@ -181,7 +209,7 @@ impl Node {
                 .iter()
                 .map(|mask| Path::new("/").join(&*mask.path.to_string_lossy()).exists())
                 .collect(),
-            blobs: open_directory(&blobs)?,
+            blobs,
             metadata: open_directory(&metadata)?,
         })
     }
@@ -285,4 +313,31 @@ fn total_memory() -> io::Result<u64> {
         })
         .map(|kilobytes| kilobytes * 1024)
         .ok_or_else(|| io::Error::other("no MemTotal in /proc/meminfo"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_directory_is_made_or_given_away_through_a_link() {
+        let home = std::env::temp_dir().join(format!("dsec-node-{}", std::process::id()));
+        let victim = home.join("victim");
+        std::fs::create_dir_all(&victim).unwrap();
+        std::fs::set_permissions(&victim, std::fs::Permissions::from_mode(0o750)).unwrap();
+        let before = victim.metadata().unwrap();
+        for (name, target) in [("full", "victim"), ("dangling", "none")] {
+            std::os::unix::fs::symlink(target, home.join(name)).unwrap();
+            let parent = open_directory(&home).unwrap();
+            let name = CString::new(name).unwrap();
+            assert!(service_directory(parent.as_raw_fd(), &name, before.uid()).is_err());
+            assert!(directory(&home.join(name.to_str().unwrap()), 0o711).is_err());
+        }
+        let after = victim.metadata().unwrap();
+        assert_eq!(
+            (before.uid(), before.mode(), home.join("none").exists()),
+            (after.uid(), after.mode(), false)
+        );
+        std::fs::remove_dir_all(&home).unwrap();
+    }
 }

@@ -26,6 +26,7 @@ enum Verdict {
     Ioctl,
     Personality,
     Socket,
+    SetSocketOption,
 }
 
 /// Calls that no sandbox needs and each of which reaches into the kernel, the host or another process: mounting, modules, clocks, tracing
@@ -79,6 +80,15 @@ const PERSONALITIES: &[u32] = &[0x0, 0x8, 0x2_0000, 0x2_0008, 0x4_0000, 0xffff_f
 
 const DENIED_FAMILIES: &[u32] = &[libc::AF_VSOCK as u32, libc::AF_ALG as u32];
 
+/// Options of SOL_SOCKET refused: each loads a program into the kernel, which has a limit for the code of all of them together. Once sandboxes had
+/// taken it, no filter of a new sandbox could be loaded.
+const DENIED_SOCKET_OPTIONS: &[u32] = &[
+    libc::SO_ATTACH_FILTER as u32,
+    libc::SO_ATTACH_BPF as u32,
+    libc::SO_ATTACH_REUSEPORT_CBPF as u32,
+    libc::SO_ATTACH_REUSEPORT_EBPF as u32,
+];
+
 fn verdict(number: u32) -> Verdict {
     let call = c_long::from(number);
     match call {
@@ -88,6 +98,9 @@ fn verdict(number: u32) -> Verdict {
         libc::SYS_ioctl => Verdict::Ioctl,
         libc::SYS_personality => Verdict::Personality,
         libc::SYS_socket => Verdict::Socket,
+        libc::SYS_setsockopt => Verdict::SetSocketOption,
+        // There are 65,536 such events for the whole host (fs.aio-max-nr), and 16 calls take them.
+        libc::SYS_io_setup => Verdict::Unknown,
         _ if DENIED.iter().any(|(_, number)| *number == call) => Verdict::Report,
         _ => Verdict::Allow,
     }
@@ -171,7 +184,29 @@ fn leaf(verdict: Verdict, cookie: [u64; 2]) -> Vec<sock_filter> {
             out.push(ret(ALLOW));
             out
         }
-        Verdict::Socket => refuse_any_of(0, DENIED_FAMILIES, errno(libc::EPERM)),
+        Verdict::Socket => {
+            // Of netlink only what tells of interfaces and routes: what waits in such a socket is counted for nobody, and by the others a
+            // process sends to itself.
+            let mut out = vec![
+                op(LD, 0, 0, argument(0)),
+                op(JEQ, 0, 4, libc::AF_NETLINK as u32),
+                op(LD, 0, 0, argument(2)),
+                op(JEQ, 0, 1, libc::NETLINK_ROUTE as u32),
+                ret(ALLOW),
+                errno(libc::EPROTONOSUPPORT),
+            ];
+            out.extend(refuse_any_of(0, DENIED_FAMILIES, errno(libc::EPERM)));
+            out
+        }
+        Verdict::SetSocketOption => {
+            let mut out = vec![
+                op(LD, 0, 0, argument(1)),
+                op(JEQ, 1, 0, libc::SOL_SOCKET as u32),
+                ret(ALLOW),
+            ];
+            out.extend(refuse_any_of(2, DENIED_SOCKET_OPTIONS, errno(libc::EPERM)));
+            out
+        }
     }
 }
 
@@ -328,6 +363,19 @@ mod tests {
         );
         assert_eq!(run(&program, libc::SYS_socket as u32, first(40)), EPERM);
         assert_eq!(run(&program, libc::SYS_socket as u32, first(2)), ALLOW);
+        for protocol in 0..32 {
+            let netlink = [libc::AF_NETLINK as u64, 3, protocol, 0, 0, 0];
+            let expected = if protocol == 0 { ALLOW } else { ERRNO | 93 };
+            assert_eq!(run(&program, libc::SYS_socket as u32, netlink), expected);
+        }
+        for option in DENIED_SOCKET_OPTIONS {
+            let [socket, tcp] = [libc::SOL_SOCKET, libc::IPPROTO_TCP]
+                .map(|level| [3, level as u64, u64::from(*option), 0, 0, 0]);
+            assert_eq!(run(&program, libc::SYS_setsockopt as u32, socket), EPERM);
+            assert_eq!(run(&program, libc::SYS_setsockopt as u32, tcp), ALLOW);
+        }
+        let buffer = [3, libc::SOL_SOCKET as u64, libc::SO_RCVBUF as u64, 0, 0, 0];
+        assert_eq!(run(&program, libc::SYS_setsockopt as u32, buffer), ALLOW);
         assert_eq!(
             run(&program, libc::SYS_personality as u32, first(0x4_0000)),
             ALLOW
