@@ -162,8 +162,13 @@ class DeadlineExceeded(DSecError):
     status = 504
 
 
+UNREACHABLE = "unreachable"
+"""The reason of an Unavailable that the SDK itself found: the server didn't answer. Without it the server says so of a part behind it."""
+
+
 class Unavailable(DSecError):
-    """A part of the platform can't be reached now. Safe to retry: every mutating call carries an idempotency key."""
+    """A part of the platform can't be reached now; ``reason`` is ``unreachable`` where the server is it. Safe to retry: every mutating
+    call carries an idempotency key."""
 
     code = "unavailable"
     status = 503

@@ -24,6 +24,7 @@ from yarl import URL
 
 from libdsec.config import UNIX
 from libdsec.errors import (
+    UNREACHABLE,
     AuthenticationError,
     Conflict,
     DSecError,
@@ -220,7 +221,7 @@ class Transport:
         """What a connection failure is to the caller."""
         hint = "" if self._answered else "; is the server running (`dsec up`), and is the address right?"
         detail = str(error) or type(error).__name__
-        return Unavailable(f"no answer from {self.url}: {detail}{hint}")
+        return Unavailable(f"no answer from {self.url}: {detail}{hint}", reason=UNREACHABLE)
 
     async def call(
         self,

@@ -94,5 +94,7 @@ def _with_advice(error: DSecError) -> str:
     }
     # Not where the message already names a command that helps.
     hint = None if "`dsec " in error.message else next((text for kind, text in advice.items() if isinstance(error, kind)), None)
+    if isinstance(error, errors.Unavailable) and error.reason != errors.UNREACHABLE:
+        hint = None  # the service has answered: it is a registry or a store behind it
     wait = f" (try again in {error.retry_after:g} s)" if error.retry_after else ""
     return f"{error.message}{wait}" + (f"; {hint}" if hint else "")

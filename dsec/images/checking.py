@@ -59,15 +59,20 @@ class Checker:
 
     # -- this node
 
-    async def node(self, layers: Iterable[tuple[str, LayerInfo]], needed: Callable[[str], bool]) -> None:
-        """Checks the files of layers (with the image that names each). ``needed``: whether something counts on a digest (hexadecimal)."""
+    async def node(self, layers: Iterable[tuple[str, LayerInfo, bool]], needed: Callable[[str], bool]) -> None:
+        """Checks the files of layers (with the image that names each, and whether the store has that image). ``needed``: whether something
+        counts on a digest (hexadecimal)."""
         by_digest: dict[str, tuple[str, LayerInfo]] = {}
-        for image, layer in layers:
+        # Without data there is no chunk table to know the store's copy by: then it is the image's being there that counts.
+        shared: set[str] = set()
+        for image, layer, is_shared in layers:
+            if is_shared and layer.blob is None:
+                shared.add(layer.digest)
             # Of several the one that knows the store's copy: it was pushed after another that says nothing of one.
             if layer.digest not in by_digest or by_digest[layer.digest][1].index is None:
                 by_digest[layer.digest] = (image, layer)
         for image, layer in by_digest.values():
-            await self._file(image, layer, layer.digest, required=layer.index is None or layer.blob is None)
+            await self._file(image, layer, layer.digest, required=layer.index is None and layer.digest not in shared)
             if layer.blob is not None:
                 await self._file(image, layer, layer.blob, required=layer.index is None)
             if layer.index is not None:

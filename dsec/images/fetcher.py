@@ -27,6 +27,8 @@ import uvloop
 from dsec.images.shared import Blobs, BlobsDenied, open_blobs
 from libdsec.errors import DSecError, InvalidArgument
 
+RETRY_FOR_S = 1.0
+"""A request to the store is repeated so long: beyond that blobfs asks again, whose readers wait in any case."""
 REQUEST_LIMIT = 4096
 """Bytes of a request's frame."""
 RANGE_LIMIT = 64 << 20
@@ -183,7 +185,7 @@ async def run(url: str, path: Path) -> None:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    server = await Fetcher(open_blobs(url)).serve(path)
+    server = await Fetcher(open_blobs(url, retry_for_s=RETRY_FOR_S)).serve(path)
     async with server:
         await stopping.wait()
 

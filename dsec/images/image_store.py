@@ -322,9 +322,9 @@ class ImageStore:
             return image
         try:
             return await self.push(exact(image.name, image.version), caller, tell)
-        except Unavailable as error:
+        except (Unavailable, NoCapacity) as error:
             message = f"{exact(image.name, image.version)} is made on this node, but not yet in the shared store; that is tried again"
-            raise Unavailable(f"{message}: {error.message}") from error
+            raise type(error)(f"{message}: {error.message}", reason=error.reason, retry_after=error.retry_after) from error
 
     async def push(self, reference: str, caller: Caller, tell: Tell) -> ImageInfo:
         """Makes an image of this node visible to all that share its store. Repeatable; goes on where it broke off.
@@ -399,7 +399,11 @@ class ImageStore:
         Unavailable, NoCapacity."""
         checker = Checker(self._blobs, self._puller, self._counted_on, found, deep=deep, repair=repair)
         entries = list(self._catalog.entries())
-        named = [(exact(entry.info.name, entry.info.version), layer) for entry in entries for layer in entry.info.layers]
+        named = [
+            (exact(entry.info.name, entry.info.version), layer, self._catalog.is_shared(entry.info.name, entry.info.version))
+            for entry in entries
+            for layer in entry.info.layers
+        ]
         async with self._retiring.changing:
             await checker.node(named, self._is_needed())
         if self._sharing is not None:

@@ -53,6 +53,8 @@ def check_name(name: str, *, field: str = "name") -> str:
         raise InvalidArgument("an image name may not look like a digest", field=field)
     if name.startswith("/") or name.endswith("/"):
         raise InvalidArgument("an image name may not begin or end with '/'", field=field)
+    if not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise InvalidArgument("an image name may not hold '//' or parts that are '.' or '..': it stands in a path", field=field)
     return name
 
 

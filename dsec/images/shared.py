@@ -57,9 +57,10 @@ DOCUMENT_LIMIT = 256 << 20
 REQUEST_TIMEOUT_S = 60
 """For one request, its body included: a part of an upload at 270 KB/s."""
 CONNECT_TIMEOUT_S = 5
-RETRIES = 4
-RETRY_FOR_S = 20
+RETRY_FOR_S = 20.0
 """The library repeats what failed in the network, or with a 5xx, for so long; after that the caller decides."""
+RETRY_EVERY_S = 1
+"""The longest pause before a repetition, of which a random part is waited."""
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
 _PARAMETERS = {"endpoint", "region", "credentials", "anonymous"}
@@ -134,14 +135,15 @@ class Blobs(Protocol):
         """Removes files that :meth:`staging` named."""
 
 
-def open_blobs(url: str) -> Blobs:
+def open_blobs(url: str, *, retry_for_s: float = RETRY_FOR_S) -> Blobs:
     """The store at ``url``: an absolute directory, or ``s3://BUCKET/PREFIX?endpoint=URL&region=R&credentials=FILE``.
 
     ``credentials``: a file in the format of the AWS command line (section ``default``); without it the process's AWS_… variables count.
-    ``anonymous=true``: requests aren't signed. Nothing is contacted yet. Raises InvalidArgument that says what is wrong.
+    ``anonymous=true``: requests aren't signed. ``retry_for_s``: how long a request to S3 that fails is repeated.
+    Nothing is contacted yet. Raises InvalidArgument that says what is wrong.
     """
     check_url(url)
-    return _open_s3(url) if url.startswith("s3://") else DirectoryBlobs(Path(url))
+    return _open_s3(url, retry_for_s) if url.startswith("s3://") else DirectoryBlobs(Path(url))
 
 
 def check_url(url: str) -> None:
@@ -162,7 +164,7 @@ def check_url(url: str) -> None:
         raise InvalidArgument(f"the store's endpoint {options['endpoint']!r} is no http:// or https:// URL", field="store")
 
 
-def _open_s3(url: str) -> Blobs:
+def _open_s3(url: str, retry_for_s: float) -> Blobs:
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     endpoint = options.get("endpoint")
@@ -184,7 +186,12 @@ def _open_s3(url: str) -> Blobs:
             "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
             "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
         },
-        retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_FOR_S)},
+        retry_config={
+            "retry_timeout": timedelta(seconds=retry_for_s),
+            # As many as fit into that time, however short the pauses turn out: alone this would end it after half a second.
+            "max_retries": 1_000,
+            "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=RETRY_EVERY_S), "base": 2},
+        },
     )
     return ObjectBlobs(url, store)
 

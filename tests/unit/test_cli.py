@@ -31,9 +31,9 @@ from dsec.api.edges import Edges, LocalEdge
 from dsec.api.keys import Keys
 from dsec.api.listener import Listener, bind, origin
 from dsec.cli import app
-from dsec.cli.run import fail
+from dsec.cli.run import fail, reported
 from dsec.store import Store
-from libdsec.errors import ErrorBody, ErrorEnvelope
+from libdsec.errors import UNREACHABLE, ErrorBody, ErrorEnvelope, Unavailable
 from libdsec.images import Images
 from libdsec.schema import (
     CommandEntry,
@@ -333,6 +333,15 @@ def test_errors_carry_no_control_characters_of_a_sandbox(capsys: pytest.CaptureF
     with pytest.raises(typer.Exit):
         fail("a link to l\x1b]0;title\x07:\nsecond line")
     assert capsys.readouterr().err == "dsec: a link to l\\x1b]0;title\\x07:\nsecond line\n"
+
+
+@pytest.mark.parametrize(("reason", "advised"), [(UNREACHABLE, True), (None, False)])
+def test_only_where_the_service_did_not_answer_it_is_asked_whether_it_runs(
+    reason: str | None, advised: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), reported():
+        raise Unavailable("the store can't be reached", reason=reason)
+    assert ("is the service running" in capsys.readouterr().err) == advised
 
 
 def test_debug_shows_the_last_commands_and_how_they_ended(service: Service) -> None:

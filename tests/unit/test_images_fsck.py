@@ -55,6 +55,13 @@ def cut(path: Path) -> None:
     path.write_bytes(data[:-1])
 
 
+async def test_a_layer_without_data_that_only_the_store_has_is_not_missing(a: Node, url: str, tmp_path: Path) -> None:
+    await a.load("x", {})
+    async with node(tmp_path / "b", url) as b:
+        await b.images.locate("x", None, ())
+        assert await check(b) == await check(b, deep=True) == []
+
+
 async def test_what_is_whole_has_no_findings(a: Node) -> None:
     await a.load("x", {"data": content(1, 2 << 20)})
     assert await check(a) == await check(a, deep=True) == []

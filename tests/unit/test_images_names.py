@@ -11,7 +11,7 @@ DIGEST = "sha256:" + "0123456789abcdef" * 4
 
 
 @pytest.mark.parametrize(
-    "name", ["a", "python:3.11", "registry.../sphinx-9658:official", "localhost:5000/team/x:v1", "UPPER_case", "..", "größe", "n" * 255]
+    "name", ["a", "python:3.11", "registry.../sphinx-9658:official", "localhost:5000/team/x:v1", "UPPER_case", "...", "größe", "n" * 255]
 )
 def test_registry_like_names_are_taken(name: str) -> None:
     assert check_name(name) == name
@@ -20,7 +20,27 @@ def test_registry_like_names_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "n" * 256, "a b", "a\nb", "a\0b", "a\x7fb", "a\u200bb", "a@1", "@", DIGEST, "SHA256:x", "/a", "a/", "a\ud800"],
+    [
+        "",
+        "n" * 256,
+        "a b",
+        "a\nb",
+        "a\0b",
+        "a\x7fb",
+        "a\u200bb",
+        "a@1",
+        "@",
+        DIGEST,
+        "SHA256:x",
+        "/a",
+        "a/",
+        "a//b",
+        "..",
+        ".",
+        "a/./b",
+        "../a",
+        "a\ud800",
+    ],
 )
 def test_other_names_are_refused_by_field(name: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:

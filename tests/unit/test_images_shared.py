@@ -56,6 +56,24 @@ async def test_objects_are_put_read_listed_and_deleted(blobs: Blobs, tmp_path: P
     assert await listed(blobs, "nothing") == []
 
 
+async def test_a_request_outlasts_a_restart_of_the_store() -> None:
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        # More failures than the library repeats by itself, whose pauses then end within a second.
+        status = b"200 OK" if connections > 8 else b"503 Service Unavailable"
+        writer.write(b'HTTP/1.1 %s\r\nETag: "x"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n' % status)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        await open_blobs(f"s3://layers/p?endpoint=http://127.0.0.1:{port}&anonymous=true").put("x", b"1")
+        assert connections == 9
+
+
 async def test_what_goes_wrong_with_files_is_an_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_blobs(str(tmp_path / "store"))
     await store.put("metas/one", b"1")

@@ -419,6 +419,7 @@ async def test_a_disk_that_gets_full_during_a_push_is_no_capacity(tmp_path: Path
         with pytest.raises(NoCapacity) as refusal:
             await a.load("x", {"data": content(6, 1 << 20)})
         assert refusal.value.reason == "disk"
+        assert "x@1 is made on this node, but not yet in the shared store" in refusal.value.message
 
 
 async def test_an_image_whose_push_fails_unforeseen_is_pushed_later(
