@@ -26,7 +26,8 @@ STOP_GRACE_S = 5
 HEADER_LIMIT = 64 * 1024
 """Bytes of a request before its body: request line and headers."""
 HEADER_DEADLINE_S = 30.0
-"""How long a client may take for a request's head, counted from its first byte or from connecting; then it is not a client."""
+"""How long a client may take for a request's head, counted from its first byte or from connecting; then it is not a client. As long may one
+go on with a body whose request has been answered."""
 MESSAGE_LIMIT = 16 << 20
 """Bytes of one WebSocket message."""
 
@@ -39,6 +40,8 @@ class LimitedHttp(HttpToolsProtocol):
 
     _head_bytes = 0
     _in_head = True
+    _idle_bytes = 0
+    """Bytes since the last of a body: trailers, and what stands between chunks."""
     _eof = False
     _deadline: asyncio.TimerHandle | None = None
 
@@ -57,6 +60,8 @@ class LimitedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
+        else:
+            self._idle_bytes += len(data)
         super().data_received(data)
         # Judged after parsing: a short head followed by a long body in the same read is fine.
         if self._in_head and self._head_bytes and not self.transport.is_closing():
@@ -64,10 +69,18 @@ class LimitedHttp(HttpToolsProtocol):
                 self.send_400_response(f"The request line and headers may have {HEADER_LIMIT} bytes.")
             elif self._deadline is None:
                 self._start_deadline()
+        elif self._idle_bytes > HEADER_LIMIT:
+            self.transport.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Nobody here reads trailers; uvicorn would collect them with the headers.
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
+        self._idle_bytes = 0
         self._stop_deadline()
         # uvicorn drops what is sent to a lost connection without a word. A create must know: nobody was told of that sandbox.
         # A server may put what is its own into the scope; uvicorn's type for it knows of no such key.
@@ -76,6 +89,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
         cycle = self.cycle
         if cycle is None or cycle.body or cycle.response_complete:
             super().on_body(body)
@@ -86,7 +100,14 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head = True
+        self._idle_bytes = 0
+        self._stop_deadline()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head and self.cycle.response_complete and not self.transport.is_closing() and self._deadline is None:
+            self._start_deadline()
 
     def _is_connected(self) -> bool:
         return not self.transport.is_closing()

@@ -34,6 +34,12 @@ HEAD_MAX = 64 << 10
 """Bytes of a response's head, or of one WebSocket frame's, that a server inside may send."""
 MESSAGE_MAX = 16 << 20
 """Bytes of one WebSocket message from inside."""
+EVENTS_AT_A_TIME = 64
+"""Chunks, frames and the like of a server inside that are looked at before others have a turn: it may make them as small as it likes."""
+FRAME_BYTES_AT_A_TIME = 2 << 10
+"""What is parsed of a WebSocket at a time: the parser doesn't stop before the end of what it is given, and a frame can have two bytes."""
+INFORMATIONAL_MAX = 32
+"""Answers 1xx before the real one."""
 SECRET_BYTES = 32
 STDOUT = 1
 
@@ -51,8 +57,10 @@ _HOP_BY_HOP = frozenset(
     }
 )
 """RFC 9110, section 7.6.1."""
-_OURS = frozenset({b"authorization", b"cookie"})
+_OURS = frozenset({b"authorization", b"cookie", b"x-dsec-project"})
 """What a request to the API carries for us and not for the program in the sandbox."""
+_OUR_KEY = b"bearer dsec_"
+"""How an Authorization header with a key of ours begins: it is for nobody inside, also where others are passed on."""
 _HANDSHAKE = frozenset(
     {b"sec-websocket-key", b"sec-websocket-version", b"sec-websocket-extensions", b"sec-websocket-protocol", b"sec-websocket-accept"}
 )
@@ -230,20 +238,30 @@ class _Exchange:
 
     async def answer(self) -> None:
         """Passes the answer on. Raises Unavailable if what comes isn't HTTP."""
+        body = bytearray()
+        informational = 0
+        turns = _Turns()
         try:
             while True:
                 event = self._http.next_event()
+                await turns.count()
+                if isinstance(event, h11.Data):
+                    body += event.data
+                    continue
+                if body:
+                    await self._call.send(bytes(body))
+                    body.clear()
                 if event is h11.NEED_DATA:
                     piece = await self._stream.read()
                     self._http.receive_data(b"" if piece is None else piece[2])
                 elif isinstance(event, h11.Response):
                     await self._call.begin_raw(event.status_code, self._passed_back(event))
-                elif isinstance(event, h11.Data):
-                    await self._call.send(bytes(event.data))
                 elif isinstance(event, h11.EndOfMessage):
                     self.whole = True
                     return
-                elif not isinstance(event, h11.InformationalResponse):
+                elif isinstance(event, h11.InformationalResponse) and informational < INFORMATIONAL_MAX:
+                    informational += 1
+                else:
                     raise Unavailable(f"the server on port {self._port} closed without an answer", reason="port_closed")
         except h11.RemoteProtocolError as error:
             raise Unavailable(f"the server on port {self._port} doesn't speak HTTP: {error}", reason="not_http") from error
@@ -251,8 +269,10 @@ class _Exchange:
     def _passed_back(self, response: h11.Response) -> Headers:
         headers: Headers = []
         named = _named_by_connection(list(response.headers))
+        # Where there is no body, or one in chunks, a length may stand there and says nothing of what we send.
+        unmeasured = response.status_code in (204, 304) or any(name == b"transfer-encoding" for name, _ in response.headers)
         for name, value in response.headers:
-            if name in _HOP_BY_HOP or name in named:
+            if name in _HOP_BY_HOP or name in named or (name == b"content-length" and unmeasured):
                 continue
             if name == b"location" and value.startswith(b"/") and not value.startswith(b"//"):
                 value = self._prefix + value
@@ -271,8 +291,11 @@ class _Bridge:
         self._stream = stream
         offered = [Subprotocol(name) for name in scope.get("subprotocols", [])]
         self._inside = ClientProtocol(parse_uri(url), subprotocols=offered or None, max_size=MESSAGE_MAX)
-        self._parts: list[bytes] = []
+        self._waiting = memoryview(b"")
+        """What has come and isn't parsed."""
+        self._message = bytearray()
         self._text = False
+        self._turns = _Turns()
 
     async def shake_hands(self, headers: Headers) -> None:
         """Connects inside first; only if that works is the client accepted. Raises Unavailable."""
@@ -282,11 +305,7 @@ class _Bridge:
         self._inside.send_request(request)
         await self._flush()
         while self._inside.state is State.CONNECTING and self._inside.handshake_exc is None:
-            piece = await self._stream.read()
-            if piece is None:
-                self._inside.receive_eof()
-                break
-            self._inside.receive_data(piece[2])
+            await self._receive()
         if self._inside.state is not State.OPEN:
             raise Unavailable(f"the server inside refused the WebSocket: {self._inside.handshake_exc}", reason="refused")
         await self._socket.accept(self._inside.subprotocol)
@@ -295,6 +314,7 @@ class _Bridge:
         """From the server inside to the client, until it closes."""
         while True:
             for event in self._inside.events_received():
+                await self._turns.count()
                 if isinstance(event, Frame):
                     await self._pass_out(event)
                 else:
@@ -304,11 +324,19 @@ class _Bridge:
                 code = self._inside.close_code
                 await self._socket.close(code if code is not None and 1000 <= code != CloseCode.ABNORMAL_CLOSURE else 1000)
                 return
+            await self._receive()
+
+    async def _receive(self) -> None:
+        """Has the next bytes from inside parsed, or their end."""
+        if not self._waiting:
             piece = await self._stream.read()
             if piece is None:
                 self._inside.receive_eof()
-            else:
-                self._inside.receive_data(piece[2])
+                return
+            self._waiting = memoryview(piece[2])
+        await self._turns.count()
+        self._inside.receive_data(bytes(self._waiting[:FRAME_BYTES_AT_A_TIME]))
+        self._waiting = self._waiting[FRAME_BYTES_AT_A_TIME:]
 
     async def inward(self) -> None:
         """From the client to the server inside, until it closes."""
@@ -327,9 +355,10 @@ class _Bridge:
             return
         if frame.opcode is not Opcode.CONT:
             self._text = frame.opcode is Opcode.TEXT
-        self._parts.append(bytes(frame.data))
+        self._message += frame.data
         if frame.fin:
-            whole, self._parts = b"".join(self._parts), []
+            whole = bytes(self._message)
+            self._message.clear()
             await self._socket.send(whole.decode("utf-8", "replace") if self._text else whole)
 
     async def _flush(self) -> None:
@@ -338,6 +367,19 @@ class _Bridge:
                 await self._stream.write(data)
             else:
                 await self._stream.write_eof()
+
+
+class _Turns:
+    """Gives the event loop to others once in so many events: what has arrived already is handled without a pause that would do so."""
+
+    _left = EVENTS_AT_A_TIME
+
+    async def count(self) -> None:
+        """One more event."""
+        self._left -= 1
+        if self._left <= 0:
+            self._left = EVENTS_AT_A_TIME
+            await asyncio.sleep(0)
 
 
 async def _both(first: Coroutine[object, object, None], second: Coroutine[object, object, None]) -> None:
@@ -388,7 +430,14 @@ def _target(scope: Scope, rest: str) -> bytes:
 def _forwarded(scope: Scope, strip: frozenset[bytes]) -> Headers:
     """The request's headers but for those of this hop and those in ``strip``."""
     named = _named_by_connection(scope["headers"])
-    return [(name, value) for name, value in scope["headers"] if name not in _HOP_BY_HOP and name not in named and name not in strip]
+    return [
+        (name, value)
+        for name, value in scope["headers"]
+        if name not in _HOP_BY_HOP
+        and name not in named
+        and name not in strip
+        and not (name == b"authorization" and value.lower().startswith(_OUR_KEY))
+    ]
 
 
 def _named_by_connection(headers: Headers) -> frozenset[bytes]:

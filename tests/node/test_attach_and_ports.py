@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import random
@@ -138,6 +139,70 @@ async def test_a_post_reaches_the_program_inside_and_the_callers_key_does_not(in
         told = await posted(session, sandbox.url(8000), headers={"Authorization": "Bearer its-own", **own})
         assert (told["headers"]["authorization"], told["headers"]["cookie"]) == ("Bearer its-own", "session=1")
         assert told["headers"]["x-forwarded-prefix"] + "/" in sandbox.url(8000)
+        # But a key of ours, given by a slip, is not.
+        told = await posted(session, sandbox.url(8000), headers={"Authorization": f"bearer {instance.api_key}"})
+        assert "authorization" not in told["headers"] and instance.api_key not in json.dumps(told)
         async with session.post(below_the_api, data=b"") as refused:
             assert refused.status == 401
+    await server.kill()
+
+
+CRUMBS = 100_000
+UNFRIENDLY = """
+import base64, hashlib, socketserver, sys
+CRUMBS = int(sys.argv[1])
+CHUNKED = b"HTTP/1.1 200 OK\\r\\nTransfer-Encoding: chunked\\r\\n"
+GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+class Server(socketserver.StreamRequestHandler):
+    def handle(self):
+        path = self.rfile.readline().split()[1].decode()
+        headers = dict(line.decode().rstrip().split(": ", 1) for line in iter(self.rfile.readline, b"\\r\\n"))
+        if path == "/crumbs":
+            self.wfile.write(CHUNKED + b"\\r\\n" + b"1\\r\\nx\\r\\n" * CRUMBS + b"0\\r\\n\\r\\n")
+        elif path == "/both":
+            self.wfile.write(CHUNKED + b"Content-Length: 1\\r\\n\\r\\n5\\r\\nhello\\r\\n0\\r\\n\\r\\n")
+        elif path == "/same":
+            self.wfile.write(b"HTTP/1.1 304 Not Modified\\r\\nContent-Length: 500\\r\\n\\r\\n")
+        elif path == "/wait":
+            self.wfile.write(b"HTTP/1.1 103 Early Hints\\r\\n\\r\\n" * CRUMBS)
+        elif path == "/ws":
+            accept = base64.b64encode(hashlib.sha1(headers["Sec-WebSocket-Key"].encode() + GUID).digest())
+            head = b"HTTP/1.1 101 Switching Protocols\\r\\nUpgrade: websocket\\r\\nConnection: Upgrade\\r\\nSec-WebSocket-Accept: " + accept
+            self.wfile.write(head + b"\\r\\n\\r\\n" + b"\\x02\\x00" + b"\\x00\\x00" * CRUMBS + b"\\x80\\x05hello")
+            self.rfile.read(1)
+socketserver.ThreadingTCPServer.allow_reuse_address = True
+server = socketserver.ThreadingTCPServer(("127.0.0.1", 8001), Server)
+print("listening", flush=True)
+server.serve_forever()
+"""
+
+
+async def test_a_server_inside_that_answers_in_crumbs_holds_up_nobody_else(instance: Instance, sandbox: Sandbox) -> None:
+    server = await sandbox.start(["python3", "-c", UNFRIENDLY, str(CRUMBS)])
+    assert await anext(aiter(server.stdout)) == b"listening\n"
+    url = sandbox.url(8001)
+    async with aiohttp.ClientSession() as session:
+
+        async def crumbs() -> None:
+            async with session.get(f"{url}crumbs") as reply:
+                assert await reply.read() == b"x" * CRUMBS
+
+        async def websocket() -> None:
+            async with session.ws_connect(f"{url}ws") as socket:
+                assert await socket.receive_bytes() == b"hello"
+
+        for one in (crumbs, websocket):
+            running, answers = asyncio.create_task(one()), 0
+            while not running.done():
+                async with session.get(f"{instance.url}/healthz") as reply:
+                    answers += reply.status == 200
+            await running
+            # Before, all crumbs of a megabyte were dealt with in one turn.
+            assert answers > 10
+        async with session.get(f"{url}both") as reply:
+            assert (reply.status, await reply.read()) == (200, b"hello")
+        async with session.get(f"{url}same") as reply:
+            assert (reply.status, await reply.read()) == (304, b"")
+        async with session.get(f"{url}wait") as reply:
+            assert reply.status == 503
     await server.kill()

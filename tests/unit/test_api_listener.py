@@ -121,6 +121,50 @@ async def test_whoever_never_finishes_a_head_is_disconnected(monkeypatch: pytest
         writer.close()
 
 
+ENDLESS = {
+    "trailers": b"0\r\n" + b"X-More: and more\r\n" * (HEADER_LIMIT // 8),
+    "one trailer": b"0\r\nX-More: " + b"a" * 2 * HEADER_LIMIT,
+    "a chunk's extension": b"5;" + b"a" * 2 * HEADER_LIMIT,
+    "a chunk's size": b"0" * 2 * HEADER_LIMIT,
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+async def test_what_stands_between_and_behind_chunks_is_bounded(kind: str) -> None:
+    seen: list[Scope] = []
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+        await hello(scope, receive, send)
+
+    async with listening(answer) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nb\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            # Also after the answer, behind which nobody waits for the rest.
+            await reader.readuntil(b"hello")
+            with contextlib.suppress(ConnectionError):
+                for start in range(0, len(ENDLESS[kind]), 4096):
+                    writer.write(ENDLESS[kind][start : start + 4096])
+                    await writer.drain()
+                assert await reader.read() == b""
+        writer.close()
+    assert [name for name, _ in seen[0]["headers"]] == [b"host", b"transfer-encoding"]
+
+
+async def test_a_body_that_goes_on_after_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening(hello) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        monkeypatch.setattr(listener_module, "HEADER_DEADLINE_S", 0.05)
+        async with asyncio.timeout(DEADLINE_S):
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nx")
+            await reader.readuntil(b"hello")
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_a_refused_websocket_gets_the_status_and_the_envelope() -> None:
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         raise AuthenticationError("no key")
