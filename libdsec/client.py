@@ -6,7 +6,7 @@ import asyncio
 import builtins
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -81,6 +81,7 @@ class DSecClient:
         """The server's API keys."""
         self.nodes = Nodes(self.transport)
         """The machines that sandboxes run on."""
+        self._open_creates: set[_OpenCreate] = set()
 
     @property
     def url(self) -> str:
@@ -97,7 +98,10 @@ class DSecClient:
         await self.transport.open()
 
     async def close(self, *, because: DSecError | None = None) -> None:
-        """Close all connections. Sandboxes live on. Later calls raise ``because``, or InvalidArgument. Safe to repeat."""
+        """Close all connections. Sandboxes live on, but for those of a :meth:`run_many` that is still open: it is left, as if by ``break``.
+        Later calls raise ``because``, or InvalidArgument. Safe to repeat."""
+        # A loop that was left by `break` or an exception has a generator that nobody has closed yet; later it couldn't give back anything.
+        await asyncio.gather(*(left.leave() for left in list(self._open_creates) if not left.being_read), return_exceptions=True)
         await self.transport.close(because)
 
     async def __aenter__(self) -> DSecClient:
@@ -182,8 +186,9 @@ class DSecClient:
         seconds after the deadline), AuthenticationError, PermissionDenied, Unavailable. Some may have been made before that: repeating the
         request is safe with keys of your own, and gives those too.
 
-        Left early (by ``break`` under ``contextlib.aclosing``, an exception, cancelling), it stops what the server had made by then and the
-        caller wasn't given; the server begins no more, and takes back what it was just making. What has an ``idempotency_key`` of the
+        Left early (by ``break``, an exception, cancelling), it stops what the server had made by then and the
+        caller wasn't given; the server begins no more, and takes back what it was just making. That is at the latest when the client is
+        closed; ``contextlib.aclosing`` around the call has it done at once. What has an ``idempotency_key`` of the
         caller's lives on: the caller can ask for it again, for two minutes where this call wasn't told of it. Elements of a sequence that
         have one need different ones (else InvalidArgument).
 
@@ -222,11 +227,14 @@ class DSecClient:
                 async with AsyncExitStack() as connection:
                     async with asyncio.timeout_at(silence):
                         answers = await connection.enter_async_context(self._ask_for(list(missing.values()), left))
+                    named_here = frozenset(place for place, index in enumerate(indices) if index in wanted.named_here)
+                    opened = _OpenCreate(answers, named_here, self._sandbox)
+                    self._open_creates.add(opened)
                     try:
                         while missing:
                             # Only waiting for the server is limited, not what the caller does with an item.
                             async with asyncio.timeout_at(silence):
-                                item = await anext(answers, None)
+                                item = await opened.next()
                             if item is None:
                                 break
                             item.index = indices[item.index]
@@ -234,10 +242,10 @@ class DSecClient:
                                 yield item
                     except (GeneratorExit, asyncio.CancelledError):
                         if missing:
-                            untold = await answers.left_over()
-                            made = [item.sandbox for item in untold if item.sandbox and indices[item.index] in wanted.named_here]
-                            await stop_all(map(self._sandbox, made))
+                            await opened.leave()
                         raise
+                    finally:
+                        self._open_creates.discard(opened)
                 if not missing:
                     return
                 error = Unavailable(f"the server ended its answer with {len(missing)} of {len(wanted.items)} sandboxes missing")
@@ -303,6 +311,36 @@ class DSecClient:
         """What the node has of the kernel features that sandboxes need, and what each lack costs; ``dsec doctor`` on the node also tells
         what to do about it where ``todo`` is empty. Safe to repeat."""
         return await self.transport.call("GET", self.transport.at("/v1/doctor"), _doctor_report)
+
+
+class _OpenCreate:
+    """A create request whose answer is being read, and what is done where that ends early."""
+
+    def __init__(self, answers: Lines[CreateItem], named_here: frozenset[int], sandbox: Callable[[SandboxInfo], Sandbox]) -> None:
+        """``named_here``: places of those whose key nobody else has."""
+        self.being_read = False
+        self._answers = answers
+        self._named_here = named_here
+        self._sandbox = sandbox
+        self._leaving: asyncio.Task[None] | None = None
+
+    async def next(self) -> CreateItem | None:
+        """None at the end."""
+        self.being_read = True
+        try:
+            return await anext(self._answers, None)
+        finally:
+            self.being_read = False
+
+    async def leave(self) -> None:
+        """Has the server begin nothing more, and stops what it had made and nobody was given. Once, whoever asks for it, and to its end."""
+        if self._leaving is None:
+            self._leaving = asyncio.ensure_future(self._leave())
+        await asyncio.shield(self._leaving)
+
+    async def _leave(self) -> None:
+        untold = await self._answers.left_over()
+        await stop_all(self._sandbox(item.sandbox) for item in untold if item.sandbox and item.index in self._named_here)
 
 
 def _of_kind(args: AnyRunArgs, kind: type[AnyRunArgs]) -> AnyRunArgs:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -74,6 +74,8 @@ ERROR_TAIL = 400
 """Characters of stderr that the message of a CommandFailed shows."""
 DEADLINE_GRACE_S = 5.0
 """The server keeps the deadline of a create or fork request; only if it hasn't spoken this much later does the client."""
+CLEAN_UP_S = 30.0
+"""How long a cancelled caller waits for the stop that it owes."""
 STOPS_AT_ONCE = 64
 """Sandboxes that are stopped at once, where it may be thousands: each takes a connection."""
 
@@ -235,7 +237,7 @@ class Sandbox:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.stop()
+        await _to_its_end(self.stop())
 
     async def set_ttl(self, *, ttl_running_stop: float | None = None, ttl_total: float | None = None) -> SandboxInfo:
         """Change the idle limit (seconds without use) and the absolute lifetime (seconds from creation). 0 removes one, None leaves it.
@@ -633,6 +635,8 @@ class Sandbox:
         except (NotFound, Conflict, SandboxGone, SandboxFailed, Unavailable) as refusal:
             # A refused upgrade has no body: whether it is the port or the sandbox that isn't there, and why, must be asked.
             info = await self.info()
+            if info.state in ("stopping", "stopped", "lost"):
+                raise SandboxGone(f"{self.id} is {info.state}: {info.reason}", reason=info.reason, at=info.ended_at) from refusal
             if info.state == "failed":
                 raise SandboxFailed(f"{self.id} failed: {info.reason}", reason=info.reason, at=info.ended_at) from refusal
             raise Conflict(f"port {port} of {self.id} ({info.state}) can't be reached: does anything listen there?") from refusal
@@ -651,11 +655,16 @@ class SandboxCreation(contextlib.AbstractAsyncContextManager[Sandbox]):
         self._client = client
         self._timeout = timeout
         self._sandbox: Sandbox | None = None
+        self._used = False
 
     def __await__(self) -> Generator[object, None, Sandbox]:
         return self._create().__await__()
 
     async def _create(self) -> Sandbox:
+        """Raises InvalidArgument the second time: of two sandboxes only one would be stopped."""
+        if self._used:
+            raise InvalidArgument("this Sandbox.create(...) has made its sandbox: call it again for another one")
+        self._used = True
         if self._client is not None:
             return await self._client.run(self._args, timeout=self._timeout)
         from libdsec.client import DSecClient
@@ -676,7 +685,19 @@ class SandboxCreation(contextlib.AbstractAsyncContextManager[Sandbox]):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._sandbox is not None
-        await self._sandbox.stop()
+        await _to_its_end(self._sandbox.stop())
+
+
+async def _to_its_end(work: Coroutine[object, object, object]) -> None:
+    """Finishes what cleans up although the caller is cancelled meanwhile, which is passed on then. A second cancelling ends the wait."""
+    task = asyncio.ensure_future(work)
+    # Where nobody waits any more nobody asks for its error either.
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task}, timeout=CLEAN_UP_S)
+        raise
 
 
 async def stop_all(sandboxes: Iterable[Sandbox]) -> None:

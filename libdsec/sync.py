@@ -197,7 +197,8 @@ class DSecClient:
         run(self._async.open())
 
     def close(self, *, because: DSecError | None = None) -> None:
-        """Close all connections. Sandboxes live on. Later calls raise ``because``, or InvalidArgument. Safe to repeat."""
+        """Close all connections. Sandboxes live on, but for those of a :meth:`run_many` that is still open: it is left, as if by ``break``.
+        Later calls raise ``because``, or InvalidArgument. Safe to repeat."""
         run(self._async.close(because=because))
 
     def __enter__(self) -> DSecClient:
@@ -249,8 +250,9 @@ class DSecClient:
         seconds after the deadline), AuthenticationError, PermissionDenied, Unavailable. Some may have been made before that: repeating the
         request is safe with keys of your own, and gives those too.
 
-        Left early (by ``break`` under ``contextlib.aclosing``, an exception, cancelling), it stops what the server had made by then and the
-        caller wasn't given; the server begins no more, and takes back what it was just making. What has an ``idempotency_key`` of the
+        Left early (by ``break``, an exception, cancelling), it stops what the server had made by then and the
+        caller wasn't given; the server begins no more, and takes back what it was just making. That is at the latest when the client is
+        closed; ``contextlib.aclosing`` around the call has it done at once. What has an ``idempotency_key`` of the
         caller's lives on: the caller can ask for it again, for two minutes where this call wasn't told of it. Elements of a sequence that
         have one need different ones (else InvalidArgument).
 

@@ -128,6 +128,59 @@ async def test_the_real_server_counts_as_told_only_what_the_leaver_stops(tmp_pat
         assert set(node.kernel) == {given.sandbox.id}
 
 
+@pytest.mark.parametrize("how", ["break", "raise"])
+async def test_a_loop_that_is_left_leaves_nothing_also_where_its_client_closes_at_once(tmp_path: Path, how: str) -> None:
+    node = Node()
+
+    async def leave(url: str) -> None:
+        async with DSecClient(url, "dsec_k") as client:
+            async for item in client.run_many(ARGS, count=200):
+                assert item.sandbox is not None
+                async with item.sandbox:
+                    await eventually(lambda: len(node.kernel) > 20)
+                    if how == "break":
+                        break
+                    raise ValueError("the caller's own")
+
+    async with open_edge(node, tmp_path, start_slots=4) as edge, listening(edge) as url:
+        if how == "break":
+            await leave(url)
+        else:
+            with pytest.raises(ValueError, match="the caller's own"):
+                await leave(url)
+        await eventually(lambda: not list(edge.sandboxes.inventory))
+        assert not node.kernel
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_block_that_is_cancelled_while_it_is_left_stops_its_sandbox(server: FakeServer, client: DSecClient, turns: int) -> None:
+    entered = asyncio.Event()
+
+    async def use() -> None:
+        async with Sandbox.create("base", client=client):
+            entered.set()
+
+    using = asyncio.create_task(use())
+    await entered.wait()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    using.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert not running(server)
+
+
+async def test_what_create_returns_makes_one_sandbox(server: FakeServer, client: DSecClient) -> None:
+    creation = Sandbox.create("base", client=client)
+    async with creation:
+        with pytest.raises(InvalidArgument, match="again"):
+            await creation.__aenter__()
+        with pytest.raises(InvalidArgument, match="again"):
+            await creation
+        assert len(running(server)) == 1
+    assert not running(server)
+
+
 class TestStarting:
     """The client goes away while its sandboxes are being made by the real edge behind the real server."""
 
