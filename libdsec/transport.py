@@ -376,6 +376,9 @@ class Source:
         self.failure: Exception | None = None
 
     async def __aiter__(self) -> AsyncGenerator[bytes | memoryview, None]:
+        # aiohttp sends a request's head along with the first piece of its body, and the server takes a connection without a head for a
+        # dead one after 30 s. An empty piece sends the head alone: no chunk is made of it.
+        yield b""
         try:
             async for item in self._items:
                 if not isinstance(item, bytes | bytearray | memoryview):

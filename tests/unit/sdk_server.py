@@ -98,6 +98,8 @@ class FakeServer:
         """Bytes of output after which its connections break; 0: never."""
         self.output_offsets: list[int] = []
         self.files: dict[bytes, bytes] = {}
+        self.write_begun = asyncio.Event()
+        """The head of a request that writes a file was there."""
         self.directories: set[bytes] = set()
         self.stat_errno: int | None = None
         """What the kernel says to every stat, while set."""
@@ -374,6 +376,7 @@ class FakeServer:
 
     async def _write(self, request: web.Request) -> web.Response:
         path = self.last_query["path"]
+        self.write_begun.set()
         content = b"".join([chunk async for chunk in request.content.iter_any()])
         self.files[path] = self.files.get(path, b"") + content if "append" in self.last_query else content
         self._maybe_cut()

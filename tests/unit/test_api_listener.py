@@ -16,6 +16,7 @@ from dsec.api import listener as listener_module
 from dsec.api.errors import ErrorBoundary
 from dsec.api.listener import HEADER_LIMIT, Listener, bind, is_loopback, origin
 from libdsec.errors import AuthenticationError
+from libdsec.transport import Transport
 
 DEADLINE_S = 10.0
 
@@ -104,6 +105,36 @@ async def test_a_large_body_is_no_large_head() -> None:
         head = f"PUT / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {size}\r\n\r\n".encode()
         assert (await talk(url, head + b"b" * size)).endswith(b"hello")
     assert received == size
+
+
+async def test_a_body_may_begin_and_go_on_as_late_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "HEADER_DEADLINE_S", 0.2)
+    monkeypatch.setattr(listener_module, "KEEP_ALIVE_S", 0.2)
+    received = bytearray()
+
+    async def take(scope: Scope, receive: Receive, send: Send) -> None:
+        more = True
+        while more:
+            message = await receive()
+            assert message["type"] == "http.request"
+            received.extend(message["body"])
+            more = message["more_body"]
+        await hello(scope, receive, send)
+
+    async def late() -> AsyncIterator[bytes]:
+        for piece in (b"one", b"two"):
+            # Longer than any deadline of a connection without a request.
+            await asyncio.sleep(0.5)
+            yield piece
+
+    async with listening(take) as (_, url):
+        transport = Transport(url, None, None)
+        # The second one goes over the connection of the first.
+        for _ in range(2):
+            async with transport.request("PUT", transport.at("/"), data=late()) as response:
+                assert await response.read() == b"hello"
+        await transport.close()
+    assert bytes(received) == b"onetwo" * 2
 
 
 async def test_whoever_never_finishes_a_head_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import os
@@ -111,6 +112,25 @@ async def test_an_append_and_a_stream_are_not_sent_twice(server: FakeServer, fil
     server.cut_after_act = 1
     with pytest.raises(Unavailable):
         await files.write_stream("/s", source())
+
+
+async def test_a_head_goes_out_before_the_content_is_there(server: FakeServer, files: Files) -> None:
+    async def source() -> AsyncIterator[bytes]:
+        async with asyncio.timeout(10):
+            await server.write_begun.wait()
+        yield b"hello"
+
+    await files.write_stream("/late", source())
+    assert server.files[b"/late"] == b"hello"
+
+
+async def test_a_stream_of_nothing_makes_an_empty_file(server: FakeServer, files: Files) -> None:
+    async def source() -> AsyncIterator[bytes]:
+        for piece in (b"", b""):
+            yield piece
+
+    await files.write_stream("/empty", source())
+    assert server.files[b"/empty"] == b""
 
 
 async def test_a_source_that_fails_writes_nothing(server: FakeServer, files: Files) -> None:
