@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 
 import typer
 
 from dsec.cli import sandboxes
 from dsec.cli.input import read_chunks
+from dsec.cli.interrupts import ctrl_c_goes_to, finished
 from dsec.cli.output import AsJson, clock, print_json, print_table, write_all
 from dsec.cli.run import complain, fail, with_client
 
@@ -21,9 +21,25 @@ if TYPE_CHECKING:
     from libdsec import DSecClient, OutputStream, Process, Sandbox
     from libdsec.schema import CommandResult, ProcessInfo
 
+KILL_S = 5.0
+"""How long the killing of a command may take when its `dsec exec` is to end."""
+START_POLL_S = 0.05
+"""How often a command is asked for whose start is on its way."""
+
+T = TypeVar("T")
 FreshImage = Annotated[str | None, typer.Option("--image", help="Run in a fresh sandbox of this image, which is stopped at the end.")]
 Cwd = Annotated[str | None, typer.Option("--cwd", "-w", help="Where the command starts.")]
 User = Annotated[str | None, typer.Option("--user", "-u", help="Name, uid, user:group or uid:gid.")]
+
+
+class _How(TypedDict):
+    """How a command runs."""
+
+    cwd: str | None
+    env: Mapping[str, str]
+    user: str | None
+    timeout: float | None
+    exec_id: str
 
 
 def register(app: typer.Typer) -> None:
@@ -47,8 +63,8 @@ def exec_(
 ) -> None:
     """Run a command in a sandbox; its exit code is this command's.
 
-    Output comes as it is written, stdout and stderr apart. Ctrl-C interrupts the command inside; a second one kills its whole tree. A
-    string for the shell: dsec exec SANDBOX -- sh -c '...'.
+    Output comes as it is written, stdout and stderr apart. Ctrl-C interrupts the command inside; a second one kills its whole tree, and so
+    does the end of this program by a signal, or of whoever reads its output. A string for the shell: dsec exec SANDBOX -- sh -c '...'.
 
     Example: dsec exec sb-e1-... -- pytest -q
     """
@@ -67,17 +83,22 @@ def exec_(
             if tty:
                 from dsec.cli.shell import interact
 
-                return await interact(sandbox, command, cwd=cwd, env=environment, user=user, timeout=timeout)
+                return await interact(client, sandbox, command, cwd=cwd, env=environment, user=user, timeout=timeout)
             content = b"".join([chunk async for chunk in read_chunks(sys.stdin.fileno())]) if stdin and as_json else None
-            if as_json and not background:
-                result = await sandbox.exec(command, cwd=cwd, env=environment, user=user, timeout=timeout, stdin=content)
-                print_json(result_for_people(result))
-                return result.exit_code
-            process = await sandbox.start(command, stdin=stdin, cwd=cwd, env=environment, user=user, timeout=timeout)
+            process = named_process(client, sandbox, command)
+            more: _How = {"cwd": cwd, "env": environment, "user": user, "timeout": timeout, "exec_id": process.exec_id}
             if background:
+                await begun(process, sandbox.start(command, stdin=stdin, **more))
                 print_json(await process.info()) if as_json else print(process.exec_id)
                 return 0
-            return await _follow_to_end(process, stdin=stdin)
+            with _interrupts_go_to(process):
+                if as_json:
+                    result = await begun(process, sandbox.exec(command, stdin=content, **more))
+                    print_json(result_for_people(result))
+                    return result.exit_code
+                await begun(process, sandbox.start(command, stdin=stdin, **more))
+                async with killed_unless_ended(process):
+                    return await _follow_to_end(process, stdin=stdin)
 
     with_client(run)
 
@@ -141,10 +162,70 @@ async def sandbox_for(client: DSecClient, sandbox_id: str, image: str | None) ->
         yield await client.attach(sandbox_id)
         return
     run_label = secrets.token_hex(6)
+    made: list[str] = []
     try:
-        yield await client.run(sandboxes.run_args(image, {"labels": {sandboxes.CREATE_LABEL: run_label}}))
+        sandbox = await client.run(sandboxes.run_args(image, {"labels": {sandboxes.CREATE_LABEL: run_label}}))
+        made.append(sandbox.id)
+        yield sandbox
     finally:
-        await sandboxes.stop_labelled(client, run_label)
+        await sandboxes.stop_labelled(client, run_label, made)
+
+
+def named_process(client: DSecClient, sandbox: Sandbox, command: Sequence[str]) -> Process:
+    """A command that isn't started yet, under an exec_id of ours: so it can be ended also while nobody knows how far its start is."""
+    from libdsec import Process
+    from libdsec.ids import sandbox_path
+    from libdsec.schema import ProcessInfo
+
+    info = ProcessInfo(exec_id=f"ex-{secrets.token_hex(8)}", argv=list(command))
+    return Process(client.transport, sandbox_path(sandbox.id), info)
+
+
+async def begun(process: Process, call: Coroutine[Any, Any, T]) -> T:
+    """What the call gives that starts ``process``. If we are to end meanwhile, the command is killed."""
+    calling = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(calling)
+    except BaseException:
+        # A call that failed by itself has started nothing, or the service isn't there.
+        if not calling.done():
+            await finished(_kill(process, calling))
+        raise
+
+
+@contextlib.asynccontextmanager
+async def killed_unless_ended(process: Process) -> AsyncIterator[None]:
+    """Kills the command where the body is left because we are to end, or nobody reads what it writes. Where the service can't be reached
+    it stays."""
+    from libdsec.errors import DSecError
+
+    try:
+        yield
+    except DSecError:
+        raise
+    except BaseException:
+        await finished(_kill(process))
+        raise
+
+
+async def _kill(process: Process, calling: asyncio.Future[T] | None = None) -> None:
+    """Kills a command. ``calling``: the call that starts it, which is given up then."""
+    from libdsec.errors import DSecError, ProcessNotFound
+
+    with contextlib.suppress(DSecError, TimeoutError):
+        async with asyncio.timeout(KILL_S):
+            while True:
+                try:
+                    await process.kill()
+                    break
+                except ProcessNotFound:
+                    if calling is None or calling.done():
+                        break
+                    # Its start is still on its way.
+                    await asyncio.wait([calling], timeout=START_POLL_S)
+    if calling is not None:
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
 
 
 def result_for_people(result: CommandResult) -> dict[str, object]:
@@ -169,21 +250,20 @@ async def copy_out(stream: OutputStream, descriptor: int, limit: int | None = No
 async def _follow_to_end(process: Process, *, stdin: bool) -> int:
     """Pass output (and input) on until the command ends; returns its exit code. Raises what keeps the input from being sent, and then kills
     the command: it has only a part of it."""
-    with _interrupts_go_to(process):
-        ending = asyncio.ensure_future(_show_to_end(process))
-        feeding = asyncio.ensure_future(_feed(process)) if stdin else None
-        try:
-            if feeding is not None:
-                await asyncio.wait((ending, feeding), return_when=asyncio.FIRST_COMPLETED)
-                if not ending.done() and feeding.exception() is not None:
-                    await process.kill()
-                    feeding.result()
-            result = await ending
-        finally:
-            left = [task for task in (ending, feeding) if task is not None]
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+    ending = asyncio.ensure_future(_show_to_end(process))
+    feeding = asyncio.ensure_future(_feed(process)) if stdin else None
+    try:
+        if feeding is not None:
+            await asyncio.wait((ending, feeding), return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done() and feeding.exception() is not None:
+                await process.kill()
+                feeding.result()
+        result = await ending
+    finally:
+        left = [task for task in (ending, feeding) if task is not None]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
     tell_end(result)
     return result.exit_code
 
@@ -220,29 +300,35 @@ async def _feed(process: Process) -> None:
 
 @contextlib.contextmanager
 def _interrupts_go_to(process: Process) -> Iterator[None]:
-    """Ctrl-C signals the command instead of ending this program: SIGINT first, then SIGKILL to its whole tree."""
+    """Ctrl-C signals the command instead of ending this program: SIGINT first, then SIGKILL to its whole tree. A third one ends us."""
     loop = asyncio.get_running_loop()
     sending: set[asyncio.Task[None]] = set()
     interrupts = 0
 
     async def send(kill: bool) -> None:
-        from libdsec.errors import DSecError
+        from libdsec.errors import DSecError, ProcessNotFound
 
         with contextlib.suppress(DSecError):
-            await (process.kill() if kill else process.signal("INT"))
+            while True:
+                try:
+                    return await (process.kill() if kill else process.signal("INT"))
+                except ProcessNotFound:
+                    # Its start is still on its way.
+                    await asyncio.sleep(START_POLL_S)
 
-    def interrupted() -> None:
+    def interrupted() -> bool:
         nonlocal interrupts
         interrupts += 1
+        if interrupts > 2:
+            return False
         task = loop.create_task(send(kill=interrupts > 1))
         sending.add(task)
         task.add_done_callback(sending.discard)
+        return True
 
-    # The runner has its own handler for Ctrl-C, which cancels the command; it is put back afterwards.
-    previous = signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, previous)
+    with ctrl_c_goes_to(interrupted):
+        try:
+            yield
+        finally:
+            for task in sending:
+                task.cancel()

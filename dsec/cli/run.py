@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from dsec.cli.interrupts import cancelled_by_signals
 from dsec.cli.output import printable
 
 if TYPE_CHECKING:
@@ -70,12 +71,9 @@ def with_client(action: Callable[[DSecClient], Awaitable[int | None]]) -> None:
         from libdsec import DSecClient
 
         # A terminal that goes away, or `kill`, is answered like Ctrl-C: whatever the action must undo, it undoes.
-        task = asyncio.current_task()
-        assert task is not None
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        async with DSecClient() as client:
-            return await action(client)
+        with cancelled_by_signals():
+            async with DSecClient() as client:
+                return await action(client)
 
     with reported():
         raise typer.Exit(asyncio.run(run()) or 0)

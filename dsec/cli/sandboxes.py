@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dsec.cli.interrupts import finished
 from dsec.cli.output import AsJson, age, print_json, print_table, printable, progress, size, working
 from dsec.cli.run import CliError, complain, fail, with_client
 
 if TYPE_CHECKING:
     from libdsec import DSecClient
+    from libdsec.errors import DSecError
     from libdsec.schema import DSecContainerRunArgs, SandboxInfo, State
 
 CREATE_LABEL = "dsec-cli-create"
 """Names one run of a command that makes sandboxes, so that it finds all of them again when it is interrupted."""
 STOPS_AT_ONCE = 64
+TELL_AFTER_S = 1.0
+"""When it is said that sandboxes are being stopped: before, nobody wonders."""
+STOPPING_S = 70.0
+"""How long the stopping of what a command made may take: longer than the SDK waits for a service that restarts."""
+STOPPING_EACH_S = 0.1
+"""So much longer for each sandbox."""
 ENDED: tuple[State, ...] = ("stopped", "failed", "lost")
 """States whose sandboxes the server lists only if asked for them, but for failed ones that are kept for inspection."""
 
@@ -98,8 +107,8 @@ def create(
         args = run_args(
             base or "", {**pinned, **given, "env": pairs(env, "--env"), "labels": {**pairs(label, "--label"), CREATE_LABEL: run_label}}
         )
-        async with stopped_on_failure(client, run_label):
-            failures = await _create_all(client, args, count, timeout, as_json=as_json)
+        async with stopped_on_failure(client, run_label) as made:
+            failures = await _create_all(client, args, count, timeout, made, as_json=as_json)
             if rm:
                 typer.echo("Ctrl-C stops them.", err=True)
                 await asyncio.Event().wait()
@@ -108,10 +117,12 @@ def create(
     with_client(run)
 
 
-async def _create_all(client: DSecClient, args: DSecContainerRunArgs, count: int, timeout: float | None, *, as_json: bool) -> int:
-    """Print each as it is ready; returns how many failed."""
+async def _create_all(
+    client: DSecClient, args: DSecContainerRunArgs, count: int, timeout: float | None, made: list[str], *, as_json: bool
+) -> int:
+    """Print each as it is ready, and add it to ``made``; returns how many failed."""
     failures: list[str] = []
-    made: list[SandboxInfo] = []
+    infos: list[SandboxInfo] = []
     with progress() as bar:
         task = bar.add_task("creating", total=count)
         async for item in client.run_many(args, count=count, timeout=timeout):
@@ -119,12 +130,13 @@ async def _create_all(client: DSecClient, args: DSecContainerRunArgs, count: int
             if item.error is not None:
                 failures.append(item.error.message)
             elif item.sandbox is not None:
+                made.append(item.sandbox.id)
                 if as_json:
-                    made.append(await item.sandbox.info())
+                    infos.append(await item.sandbox.info())
                 else:
                     print(item.sandbox.id, flush=True)
     if as_json:
-        print_json(made)
+        print_json(infos)
     for message in sorted(set(failures)):
         complain(f"{failures.count(message)} of {count} not created: {message}")
     return len(failures)
@@ -357,24 +369,30 @@ def shown_labels(info: SandboxInfo) -> list[tuple[str, str]]:
 
 async def stop_many(client: DSecClient, ids: Sequence[str]) -> tuple[list[SandboxInfo], dict[str, str]]:
     """Stop many at once; returns the records and, by id, what went wrong."""
-    from libdsec.errors import DSecError
-
     stopped: list[SandboxInfo] = []
-    errors: dict[str, str] = {}
-    slots = asyncio.Semaphore(STOPS_AT_ONCE)
     with progress() as bar:
         task = bar.add_task("stopping", total=len(ids))
+        errors = await _stop_each(client, ids, stopped, lambda: bar.advance(task))
+    return stopped, {sandbox_id: error.message for sandbox_id, error in errors.items()}
 
-        async def one(sandbox_id: str) -> None:
-            async with slots:
-                try:
-                    stopped.append(await _stop_one(client, sandbox_id))
-                except DSecError as error:
-                    errors[sandbox_id] = error.message
-                bar.advance(task)
 
-        await asyncio.gather(*map(one, ids))
-    return stopped, errors
+async def _stop_each(client: DSecClient, ids: Sequence[str], stopped: list[SandboxInfo], tell: Callable[[], None]) -> dict[str, DSecError]:
+    """Stop many at once: the records go to ``stopped`` as they come. Returns, by id, what went wrong."""
+    from libdsec.errors import DSecError
+
+    errors: dict[str, DSecError] = {}
+    slots = asyncio.Semaphore(STOPS_AT_ONCE)
+
+    async def one(sandbox_id: str) -> None:
+        async with slots:
+            try:
+                stopped.append(await _stop_one(client, sandbox_id))
+            except DSecError as error:
+                errors[sandbox_id] = error
+            tell()
+
+    await asyncio.gather(*map(one, ids))
+    return errors
 
 
 async def _stop_one(client: DSecClient, sandbox_id: str) -> SandboxInfo:
@@ -388,18 +406,57 @@ async def _stop_one(client: DSecClient, sandbox_id: str) -> SandboxInfo:
 
 
 @asynccontextmanager
-async def stopped_on_failure(client: DSecClient, run_label: str) -> AsyncIterator[None]:
-    """If the body is interrupted or fails, stop every sandbox with this run's label, also those still on their way."""
+async def stopped_on_failure(client: DSecClient, run_label: str) -> AsyncIterator[list[str]]:
+    """If the body is interrupted or fails, stop every sandbox with this run's label, also those still on their way. The body adds the ids
+    that it learns of to what it is given."""
+    made: list[str] = []
     try:
-        yield
+        yield made
     except BaseException:
-        await stop_labelled(client, run_label)
+        await stop_labelled(client, run_label, made)
         raise
 
 
-async def stop_labelled(client: DSecClient, run_label: str) -> None:
-    """Stop every sandbox that this run of a command made."""
-    left = [info.id for info in await still_there(client, {CREATE_LABEL: run_label})]
-    _, errors = await stop_many(client, left)
-    for sandbox_id, message in errors.items():
-        complain(f"{sandbox_id} could not be stopped: {message}; `dsec stop {sandbox_id}` tries again")
+async def stop_labelled(client: DSecClient, run_label: str, made: Sequence[str]) -> None:
+    """Stop every sandbox that this run of a command made, whatever signals come meanwhile. Where that can't be done, the ids that are known
+    (from the service, or as ``made``) are named, and how to stop them."""
+    await finished(_stop_labelled(client, run_label, made))
+
+
+async def _stop_labelled(client: DSecClient, run_label: str, made: Sequence[str]) -> None:
+    from libdsec.errors import DSecError, SandboxNotFound
+
+    left = list(made)
+    stopped: list[SandboxInfo] = []
+    reasons: set[str] = set()
+    telling = asyncio.ensure_future(_tell_of_stopping(left))
+    try:
+        async with asyncio.timeout(STOPPING_S) as patience:
+            left[:] = [info.id for info in await still_there(client, {CREATE_LABEL: run_label})]
+            patience.reschedule(asyncio.get_running_loop().time() + STOPPING_S + STOPPING_EACH_S * len(left))
+            errors = await _stop_each(client, left, stopped, lambda: None)
+        # What was on its way when we left may have been taken back by the service itself.
+        gone = {sandbox_id for sandbox_id, error in errors.items() if isinstance(error, SandboxNotFound)}
+        left[:] = [sandbox_id for sandbox_id in left if sandbox_id not in gone]
+        reasons.update(error.message for sandbox_id, error in errors.items() if sandbox_id not in gone)
+    except DSecError as error:
+        reasons.add(error.message)
+    except TimeoutError:
+        reasons.add("it took too long")
+    except asyncio.CancelledError:
+        reasons.add("interrupted again")
+    finally:
+        telling.cancel()
+    if reasons:
+        ended = {info.id for info in stopped}
+        names = " ".join(sandbox_id for sandbox_id in left if sandbox_id not in ended) or "some that were on their way"
+        # A terminal that has gone must not hide from the caller that all else is done.
+        with contextlib.suppress(OSError):
+            complain(f"sandboxes that may be left: {names} ({'; '.join(sorted(reasons))})")
+            complain(f"`dsec stop --label {CREATE_LABEL}={run_label}` stops them")
+
+
+async def _tell_of_stopping(ids: list[str]) -> None:
+    await asyncio.sleep(TELL_AFTER_S)
+    with contextlib.suppress(OSError):
+        complain(f"stopping {len(ids)} {'sandbox' if len(ids) == 1 else 'sandboxes'}…" if ids else "stopping what was made…")

@@ -48,32 +48,39 @@ def shell(
 
     async def run(client: DSecClient) -> int:
         async with commands.sandbox_for(client, sandbox_id, image) as sandbox:
-            return await interact(sandbox, LOGIN_SHELL, cwd=cwd, env={}, user=user, timeout=None)
+            return await interact(client, sandbox, LOGIN_SHELL, cwd=cwd, env={}, user=user, timeout=None)
 
     with_client(run)
 
 
 async def interact(
-    sandbox: Sandbox, command: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None, timeout: float | None
+    client: DSecClient,
+    sandbox: Sandbox,
+    command: Sequence[str],
+    *,
+    cwd: str | None,
+    env: Mapping[str, str],
+    user: str | None,
+    timeout: float | None,
 ) -> int:
     """Run ``command`` on a terminal of the sandbox that this terminal shows; returns its exit code. Raises CliError without a terminal."""
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         raise CliError("standard input and output must be a terminal; without one, `dsec exec -i` sends input")
     environment = {"TERM": os.environ.get("TERM", "xterm-256color"), **env}
-    size = _terminal_size()
-    process = await sandbox.start(command, pty=size, stdin=True, cwd=cwd, env=environment, user=user, timeout=timeout)
-    with _raw_terminal(), _resizes_go_to(process), _keys() as keys:
-        typing = asyncio.create_task(_type(process, keys))
-        try:
-            await commands.copy_out(process.stdout, sys.stdout.fileno())
-            result = await process.wait()
-        except BaseException:
-            # The terminal is going away (it was closed, or this program is being ended): a shell that nobody sees must not live on.
-            with contextlib.suppress(Exception):
-                await process.kill()
-            raise
-        finally:
-            typing.cancel()
+    process = commands.named_process(client, sandbox, command)
+    starting = sandbox.start(
+        command, pty=_terminal_size(), stdin=True, cwd=cwd, env=environment, user=user, timeout=timeout, exec_id=process.exec_id
+    )
+    await commands.begun(process, starting)
+    # If the terminal goes away (it was closed, or this program is being ended): a shell that nobody sees must not live on.
+    async with commands.killed_unless_ended(process):
+        with _raw_terminal(), _resizes_go_to(process), _keys() as keys:
+            typing = asyncio.create_task(_type(process, keys))
+            try:
+                await commands.copy_out(process.stdout, sys.stdout.fileno())
+                result = await process.wait()
+            finally:
+                typing.cancel()
     commands.tell_end(result)
     return result.exit_code
 

@@ -32,7 +32,9 @@ from dsec.api.keys import Keys
 from dsec.api.listener import Listener, bind, origin
 from dsec.cli import app
 from dsec.cli.run import fail, reported
+from dsec.cli.sandboxes import CREATE_LABEL, stop_labelled
 from dsec.store import Store
+from libdsec import DSecClient
 from libdsec.errors import UNREACHABLE, ErrorBody, ErrorEnvelope, Unavailable
 from libdsec.images import Images
 from libdsec.schema import (
@@ -51,6 +53,7 @@ from libdsec.schema import (
     SandboxEvent,
     SandboxInfo,
     SandboxPage,
+    SignalRequest,
     State,
 )
 
@@ -67,7 +70,15 @@ class FakeEdge:
         self.typed = b""
         self.killed = False
         self.silent = False
+        self.signals: list[str | int] = []
         self.ended = asyncio.Event()
+        self.started = threading.Event()
+        """A command has been started."""
+        self.stopping = threading.Event()
+        """Somebody stops a sandbox."""
+        self.may_stop = threading.Event()
+        """Until then sandboxes take their time to stop."""
+        self.may_stop.set()
         self.app = Starlette(
             routes=[
                 Route("/v1/sandboxes", self.create, methods=["POST"]),
@@ -132,11 +143,19 @@ class FakeEdge:
     async def stop(self, request: Request) -> Response:
         if request.path_params["id"] not in self.sandboxes:
             return await self.show(request)
-        self.end(self.sandboxes[request.path_params["id"]], "stopped")
+        info = self.sandboxes[request.path_params["id"]]
+        self.stopping.set()
+        await asyncio.to_thread(self.may_stop.wait, 20)
+        # Whoever asked may have gone, and another test may have begun.
+        if self.sandboxes.get(info.id) is info:
+            self.end(info, "stopped")
         return await self.show(request)
 
     async def exec(self, request: Request) -> Response:
         wanted = await bodies.read(request, ExecRequest)
+        self.started.set()
+        if wanted.mode == "capture" and self.silent:
+            await self.ended.wait()
         if wanted.mode == "start":
             return answer(ProcessInfo(exec_id="ex-1", argv=wanted.argv or []))
         return answer(CommandResult(exit_code=3, stdout_bytes=" ".join(wanted.argv or []).encode() + b"\xff", exec_id="ex-1"))
@@ -161,6 +180,8 @@ class FakeEdge:
         return Response(status_code=204)
 
     async def signal(self, request: Request) -> Response:
+        wanted = await bodies.read(request, SignalRequest)
+        self.signals.append(wanted.signal)
         self.killed = True
         self.ended.set()
         return Response(status_code=204)
@@ -421,6 +442,70 @@ def test_create_with_rm_also_stops_what_failed_and_is_kept(service: Service) -> 
     assert [info.state for info in service.edge.sandboxes.values()] == ["stopped", "stopped"]
 
 
+@pytest.fixture
+def slow_to_stop(service: Service) -> Iterator[FakeEdge]:
+    """Its sandboxes stop when ``may_stop`` is set."""
+    service.edge.stopping.clear()
+    service.edge.may_stop.clear()
+    yield service.edge
+    service.edge.may_stop.set()
+
+
+@pytest.mark.parametrize(
+    "words", [("create", "debian", "-n", "3", "--rm"), ("exec", "--image", "debian", "--", "true")], ids=["create", "exec"]
+)
+def test_further_signals_dont_keep_it_from_stopping_what_it_made(slow_to_stop: FakeEdge, words: tuple[str, ...]) -> None:
+    with subprocess.Popen([sys.executable, "-m", "dsec.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        try:
+            if words[0] == "create":
+                while b"Ctrl-C stops them" not in process.stderr.readline():
+                    assert process.poll() is None
+                process.send_signal(signal.SIGINT)
+            assert slow_to_stop.stopping.wait(20)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                process.send_signal(number)
+            # By then it has had them.
+            while b"stopping" not in process.stderr.readline():
+                assert process.poll() is None
+            slow_to_stop.may_stop.set()
+            _, complaint = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert {info.state for info in slow_to_stop.sandboxes.values()} == {"stopped"}
+    assert (process.returncode, complaint) == (130, b"")
+
+
+def test_what_cannot_be_stopped_is_named_with_what_stops_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("libdsec.transport.FIRST_CONTACT_S", 0.0)
+
+    async def without_a_service() -> None:
+        async with DSecClient("http://127.0.0.1:1", "k") as client:
+            await stop_labelled(client, "abc", ["sb-e1-1", "sb-e1-2"])
+
+    asyncio.run(without_a_service())
+    said = capsys.readouterr().err
+    assert "sb-e1-1 sb-e1-2" in said and "dsec stop --label dsec-cli-create=abc" in said
+    kept = service.edge.make("debian", {CREATE_LABEL: "abc"})
+    assert Ran("stop", "--label", f"{CREATE_LABEL}=abc").stdout == f"{kept.id} stopped\n"
+
+
+async def test_stopping_what_was_made_is_given_up_for_who_insists(
+    slow_to_stop: FakeEdge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dsec.cli.interrupts.UNHEARD_S", 0.0)
+    made = [slow_to_stop.make("debian", {CREATE_LABEL: "abc"}).id for _ in range(2)]
+    async with DSecClient() as client:
+        stopping = asyncio.create_task(stop_labelled(client, "abc", made))
+        assert await asyncio.to_thread(slow_to_stop.stopping.wait, 20)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+    assert f"{made[0]} {made[1]} (interrupted again)" in capsys.readouterr().err
+
+
 def test_stop_by_label_leaves_the_others(service: Service) -> None:
     kept, ended = service.edge.make("debian", {"run": "1"}), service.edge.make("debian", {"run": "2"})
     assert Ran("stop", "--label", "run=2").code == 0
@@ -474,7 +559,8 @@ def test_exec_in_a_fresh_sandbox_leaves_none(service: Service) -> None:
 def reader(service: Service) -> Iterator[SandboxInfo]:
     """A sandbox whose commands end when their input does, or when they are killed."""
     edge = service.edge
-    edge.silent, edge.killed, edge.typed, edge.ended = True, False, b"", asyncio.Event()
+    edge.silent, edge.killed, edge.typed, edge.ended, edge.signals = True, False, b"", asyncio.Event(), []
+    edge.started.clear()
     yield edge.make("debian", {})
     edge.silent = False
 
@@ -519,6 +605,57 @@ def test_exec_fails_and_kills_its_command_if_its_input_cannot_be_read(service: S
     assert done.returncode == 1
     assert b"Bad file descriptor" in done.stderr
     assert service.edge.killed
+
+
+@pytest.mark.parametrize("mode", [(), ("--json",)], ids=["output", "json"])
+@pytest.mark.parametrize(
+    ("number", "passed_on"), [(signal.SIGINT, "INT"), (signal.SIGTERM, "KILL"), (signal.SIGHUP, "KILL")], ids=["INT", "TERM", "HUP"]
+)
+def test_exec_that_is_ended_from_outside_ends_its_command(
+    service: Service, reader: SandboxInfo, mode: tuple[str, ...], number: signal.Signals, passed_on: str
+) -> None:
+    words = [sys.executable, "-m", "dsec.cli", "exec", *mode, reader.id, "--", "sleep", "30"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert service.edge.started.wait(20)
+            process.send_signal(number)
+            _, complaint = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert service.edge.signals == [passed_on]
+    assert complaint == b"" or number == signal.SIGINT
+    assert process.returncode == (3 if number == signal.SIGINT else 130), "interrupted, the command says itself how it ends"
+
+
+def test_exec_whose_output_nobody_reads_ends_its_command(service: Service, reader: SandboxInfo) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "dsec.cli", "exec", reader.id, "--", "yes"]
+    try:
+        done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) in {(1, b""), (1, b"err\n")}, "stderr is passed on as long as that goes"
+    assert service.edge.signals == ["KILL"]
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_from_the_start_stays_so(service: Service, reader: SandboxInfo, ignored: signal.Signals) -> None:
+    words = [sys.executable, "-m", "dsec.cli", "exec", reader.id, "--", "sleep", "30"]
+    previous = signal.signal(ignored, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(ignored, previous)
+    with process:
+        try:
+            assert service.edge.started.wait(20)
+            process.send_signal(ignored)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
+    assert service.edge.signals == ["KILL"], "that of SIGTERM"
 
 
 def test_logs_shows_both_streams_apart(service: Service) -> None:
