@@ -455,6 +455,9 @@ class ImageStore:
 
         Raises Conflict while another node's gc works, Unavailable, ImageError for something unreadable in the shared store.
         """
+        if self._sharing is not None:
+            await self._sharing.forget_all_removed()
+            self._environments.clear()
         removed = await self._collect_local()
         if self._sharing is not None:
             removed += await self._sharing.collect_garbage()

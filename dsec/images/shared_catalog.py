@@ -187,6 +187,13 @@ class SharedCatalog:
         await self._blobs.delete([key])
         self._held.pop(key, None)
 
+    async def removed(self, name: str | None = None) -> set[str]:
+        """The keys of manifests, of one name or of all, that were here and were removed. What this store never had isn't among them: it
+        leaves a number behind for each that it has had."""
+        listed = await self._below(name) if name is not None else [key async for batch in self._blobs.names("images") for key in batch]
+        taken = {f"{key.removesuffix('.taken')}.json" for key in listed if key.endswith(".taken")}
+        return taken.difference(listed)
+
     async def keys(self) -> list[str]:
         """The keys of all manifests."""
         return [key async for batch in self._blobs.names("images") for key in batch if _MANIFEST_KEY.match(key)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
 import time
@@ -37,13 +38,19 @@ _log = structlog.get_logger("dsec.images")
 
 def node_name(path: Path) -> str:
     """The node's name in the shared store: made up once, kept in ``path``."""
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
-        host = "".join(letter for letter in socket.gethostname() if letter.isascii() and (letter.isalnum() or letter == "-"))
-        name = f"{host[:40] or 'node'}-{secrets.token_hex(4)}"
-        path.write_text(name + "\n")
-        return name
+    with contextlib.suppress(FileNotFoundError):
+        # An empty one is what a full disk or a power cut left of it.
+        if name := path.read_text().strip():
+            return name
+    host = "".join(letter for letter in socket.gethostname() if letter.isascii() and (letter.isalnum() or letter == "-"))
+    name = f"{host[:40] or 'node'}-{secrets.token_hex(4)}"
+    partial = path.with_name(f"{path.name}.part")
+    with partial.open("w") as file:
+        file.write(name + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return name
 
 
 class Sharing:
@@ -215,15 +222,34 @@ class Sharing:
 
     async def _forget_removed(self, name: str) -> None:
         """Versions that another node has removed from the store go from here too, once nothing here uses them."""
-        # Taken before the store is asked: one that is pushed meanwhile would seem to be gone.
-        shared = [entry.info for entry in self._local.versions(name) if self._local.is_shared(name, entry.info.version)]
-        if not shared:
-            return
-        there = set(await self.catalog.versions(name))
-        needed = self._needed()
-        gone = [info for info in shared if info.version not in there and held_by(info.layers).metas.isdisjoint(needed)]
+        await self._forget([entry.info for entry in self._local.versions(name)], name)
+
+    async def forget_all_removed(self) -> None:
+        """The same for every image, also for one that nobody asks for by its name any more. Raises Unavailable."""
+        by_name: dict[str, list[ImageInfo]] = {}
+        for info in await self._forgettable([entry.info for entry in self._local.entries()], None):
+            by_name.setdefault(info.name, []).append(info)
+        for name, images in by_name.items():
+            async with self._flights.of(f"look {name}"):
+                await self._forget(images, name)
+
+    async def _forget(self, images: Sequence[ImageInfo], name: str) -> None:
+        gone = await self._forgettable(images, name)
         if gone:
             await self._local.remove(gone)
+
+    async def _forgettable(self, images: Sequence[ImageInfo], name: str | None) -> list[ImageInfo]:
+        """Those of ``images``, all of one name if that is given, that the store had, and that were removed from it."""
+        # Taken before the store is asked: one that is pushed meanwhile would seem to be gone.
+        shared = [info for info in images if self._local.is_shared(info.name, info.version)]
+        if not shared:
+            return []
+        # Of another store, or one that was emptied, nothing follows: what is here may be all there is.
+        removed = await self.catalog.removed(name)
+        needed = self._needed()
+        return [
+            info for info in shared if manifest_key(info.name, info.version) in removed and held_by(info.layers).metas.isdisjoint(needed)
+        ]
 
     # -- removing
 

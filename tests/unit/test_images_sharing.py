@@ -24,10 +24,11 @@ from dsec.images.catalog import Caller
 from dsec.images.chunks import ChunkTable
 from dsec.images.converter import Report
 from dsec.images.leases import Lease
-from dsec.images.names import locked
+from dsec.images.names import ByName, locked
 from dsec.images.packing import DIFF_LAYERS_MAX, PackedLayer
 from dsec.images.shared import DirectoryBlobs, open_blobs
 from dsec.images.shared_catalog import Manifest, manifest_key, name_key
+from dsec.images.sharing import node_name
 from libdsec.errors import Conflict, ImageError, ImageNotFound, InvalidArgument, NoCapacity, PermissionDenied, Unavailable
 from libdsec.schema import ImageFinding, ImageInfo, ImportLine
 from tests.unit.images_archives import member, tar
@@ -209,6 +210,43 @@ async def test_a_version_that_another_node_removed_is_found_no_more(a: Node, b: 
     with pytest.raises(ImageNotFound):
         await b.images.pull("x@2", False, quiet)
     assert await b.images.find("x@1") == kept
+
+
+async def test_another_store_or_an_emptied_one_costs_nothing_that_is_here(tmp_path: Path, url: str) -> None:
+    async with node(tmp_path / "a", url) as a:
+        made = await a.load("x", {"data": content(1, 1 << 20)})
+    for store in (str(tmp_path / "other"), url):
+        async with node(tmp_path / "a", store) as a:
+            for reference in ("x", "x@1"):
+                assert await a.images.find(reference) == made
+            await a.images.collect_garbage()
+            assert a.images._blobs.has(made.layers[0].digest)
+    async with node(tmp_path / "a", str(tmp_path / "other")) as a, node(tmp_path / "c", str(tmp_path / "other")) as c:
+        await a.images.push("x", ADMIN, quiet)
+        assert (await c.images.pull("x", True, quiet)).digest == made.digest
+
+
+async def test_gc_forgets_what_another_node_has_removed(a: Node, b: Node) -> None:
+    made = await a.load("x", {"data": content(1, 1 << 20)})
+    await b.images.pull("x", True, quiet)
+    await a.images.remove("x", ADMIN)
+    await a.images.collect_garbage()
+    b.live.add(hex_of(made.layers[0].digest))
+    await b.images.collect_garbage()
+    assert b.images.get("x@1") == made, "it is in use here"
+    b.live.clear()
+    await b.images.collect_garbage()
+    assert b.images._catalog.find(ByName("x", 1)) is None
+    assert not any(b.images._blobs.path(hex_of(digest)).exists() for digest in (made.layers[0].digest, made.layers[0].blob or ""))
+
+
+@pytest.mark.parametrize("left", ["", "\n"])
+def test_a_node_whose_name_was_lost_gets_another_one(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "node"
+    path.write_text(left)
+    assert len(name := node_name(path)) > 8
+    assert node_name(path) == name
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("reference", ["x", "x@1"])
