@@ -59,9 +59,9 @@ class Checker:
 
     # -- this node
 
-    async def node(self, layers: Iterable[tuple[str, LayerInfo, bool]], needed: Callable[[str], bool]) -> None:
-        """Checks the files of layers (with the image that names each, and whether the store has that image). ``needed``: whether something
-        counts on a digest (hexadecimal)."""
+    async def node(self, layers: Iterable[tuple[str, LayerInfo, bool]], is_needed: Callable[[], Callable[[str], bool]]) -> None:
+        """Checks the files of layers (with the image that names each, and whether the store has that image). ``is_needed``: gives a
+        test whether something counts on a digest (hexadecimal) now."""
         by_digest: dict[str, tuple[str, LayerInfo]] = {}
         # Without data there is no chunk table to know the store's copy by: then it is the image's being there that counts.
         shared: set[str] = set()
@@ -77,10 +77,12 @@ class Checker:
                 await self._file(image, layer, layer.blob, required=layer.index is None)
             if layer.index is not None:
                 await self._file(image, layer, layer.index, required=False)
+        needed = is_needed()
         for name in await asyncio.to_thread(self._local.names):
             if not _HEX.match(name):
                 await self._stray(name, "half-made", "a file that is no blob")
-            elif not needed(name):
+            # Asked again where it counts: a sandbox may have started on it since. Nobody comes between this and its going.
+            elif not needed(name) and not (needed := is_needed())(name):
                 await self._stray(name, "orphan", "no image names it; `dsec image gc` takes it")
 
     async def _file(self, image: str, layer: LayerInfo, digest: str, *, required: bool) -> None:

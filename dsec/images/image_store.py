@@ -405,7 +405,7 @@ class ImageStore:
             for layer in entry.info.layers
         ]
         async with self._retiring.changing:
-            await checker.node(named, self._is_needed())
+            await checker.node(named, self._is_needed)
         if self._sharing is not None:
             await checker.store(self._sharing)
 
@@ -466,11 +466,11 @@ class ImageStore:
     async def _collect_local(self) -> int:
         async with self._collecting:
             await self._importer.downloads.sweep()
-            needed = self._is_needed()
             retired = []
-            unneeded = await asyncio.to_thread(self._blobs.unneeded, needed)
+            unneeded = await asyncio.to_thread(self._blobs.unneeded, self._is_needed())
             for start in range(0, len(unneeded), RETIRED_AT_ONCE):
-                # Asked again: meanwhile an import may have come to count on it. Nobody comes between this and its going.
+                # Asked again: meanwhile an import or a start may have come to count on it. Nobody comes between this and its going.
+                needed = self._is_needed()
                 retired += self._blobs.retire([each for each in unneeded[start : start + RETIRED_AT_ONCE] if not needed(each.name)])
                 await asyncio.sleep(0)
             gone = [key for key, layer in self._catalog.conversions().items() if not self._blobs.has(layer.digest)]

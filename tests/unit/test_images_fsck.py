@@ -346,6 +346,28 @@ async def test_what_came_after_the_check_had_begun_is_not_missing(a: Node, monke
     assert await check(a, deep=True) == []
 
 
+@pytest.mark.parametrize("working", ["fsck", "gc"])
+async def test_what_a_sandbox_began_to_use_meanwhile_is_no_orphan(a: Node, monkeypatch: pytest.MonkeyPatch, working: str) -> None:
+    gone = await a.load("gone", {})
+    await a.images.remove("gone", ADMIN)
+    meta = hex_of(gone.layers[0].digest)
+    blobs = a.images._blobs
+    for method in ("names", "unneeded"):
+        original = getattr(blobs, method)
+
+        def started(*args: object, original: Callable[..., object] = original) -> object:
+            listed = original(*args)
+            a.live.add(meta)
+            return listed
+
+        monkeypatch.setattr(blobs, method, started)
+    if working == "fsck":
+        assert meta not in {finding.object for finding in await check(a, repair=True) if finding.where == "node"}
+    else:
+        await a.images._collect_local()
+    assert blobs.has(meta)
+
+
 async def test_what_goes_while_it_is_read_does_not_end_the_check(a: Node, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = await a.load("x", {"data": content(8, 1 << 20)})
     key = f"metas/{hex_of(made.layers[0].digest)}.zst"
