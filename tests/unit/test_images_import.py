@@ -455,6 +455,23 @@ async def test_a_settled_environment_says_again_what_lower_layers_say_of_directo
     assert len(await images.ensure(await images.settle(plain))) == 3
 
 
+async def test_a_layer_that_passes_through_a_link_of_the_base_is_refused_and_told_where_to_go(images: ImageStore) -> None:
+    link = member("lib", tarfile.SYMTYPE, linkname="usr/lib")
+    await load(
+        images, tar([member("usr/lib/libc"), link, member("run"), member("var/run", tarfile.SYMTYPE, linkname="../run")]), name="base"
+    )
+    await load(images, files({"f": b"1"}), name="at-lib", kind="toolkit", at="/lib/mytool")
+    await load(images, files({"f": b"1"}), name="at-run", kind="toolkit", at="/var/run/mytool")
+    await load(images, files({"f": b"1"}), name="at-usr-lib", kind="toolkit", at="/usr/lib/mytool")
+    await load(images, tar([member("lib", tarfile.DIRTYPE), member("lib/own")]), name="named", kind="toolkit")
+    for toolkits, entry in ((("at-lib",), "lib"), (("at-usr-lib", "at-run"), "var/run")):
+        with pytest.raises(ImageError, match=f'entry "{entry}": the layers below have a link to'):
+            await images.settle(images.resolve("base", None, toolkits))
+    # Who names a directory means one, as in every image; and what lies under one of these is in it.
+    for toolkits in (("at-usr-lib",), ("named",), ("named", "at-lib")):
+        await images.settle(images.resolve("base", None, toolkits))
+
+
 async def test_an_image_of_another_kind_is_refused_by_field(images: ImageStore) -> None:
     await load(images, PLAIN, name="base")
     await load(images, PLAIN, name="tool", kind="toolkit")

@@ -15,8 +15,8 @@ use crate::globs::Globs;
 use crate::image;
 use crate::limits::Limits;
 use crate::tree::{
-    components, cover, inherit, keep_xattr, merge, raise, Arena, Attributes, Directory,
-    LayerBuilder, Leaf, LeafId, LeafKind, Node, Place, Target,
+    components, cover, hidden_link, inherit, keep_xattr, merge, raise, Arena, Attributes,
+    Directory, LayerBuilder, Leaf, LeafId, LeafKind, Node, Place, Target,
 };
 
 /// A layer's blob is rewritten when more than one in this many of its blocks belongs to no file any more.
@@ -161,6 +161,13 @@ impl Converter {
             self.arena.uncount();
         }
         let stack: Vec<&Directory> = trees.iter().rev().collect();
+        if let Some((path, target)) = hidden_link(&stack, &self.arena) {
+            let target = String::from_utf8_lossy(&target);
+            return Err(LayerError::entry(
+                &path,
+                format!("the layers below have a link to {target:?} in its place: import what lies in it at the link's target"),
+            ));
+        }
         self.tree = cover(&stack);
         self.entries = self.tree.as_ref().map_or(0, count_directories);
         Ok(())

@@ -134,6 +134,36 @@ pub fn cover(stack: &[&Directory]) -> Option<Directory> {
     cover_of(&uncovered(stack.iter().copied()))
 }
 
+/// A symbolic link that a directory which no entry named would hide in a stack (highest first): its path, and where it leads. What its layer's own
+/// archive would have put behind the link is in the directory instead, and all that the link led to would be gone.
+pub fn hidden_link(stack: &[&Directory], arena: &Arena) -> Option<(Vec<u8>, Vec<u8>)> {
+    let stack = uncovered(stack.iter().copied());
+    let [upper @ .., _] = stack.as_slice() else {
+        return None;
+    };
+    let names: BTreeSet<&Vec<u8>> = upper.iter().flat_map(|one| one.children.keys()).collect();
+    names.into_iter().find_map(|name| {
+        let mut shown = stack
+            .iter()
+            .filter_map(|directory| directory.children.get(name))
+            .skip_while(
+                |node| matches!(node, Node::Directory(one) if one.synthesized && !one.opaque),
+            )
+            .peekable();
+        let passed_through = stack
+            .iter()
+            .find_map(|directory| directory.children.get(name))
+            .is_some_and(|node| matches!(node, Node::Directory(one) if one.synthesized));
+        if let (true, Some(Node::Leaf(id))) = (passed_through, shown.peek()) {
+            if let LeafKind::Symlink(target) = &arena.leaves[*id].kind {
+                return Some((name.clone(), target.clone()));
+            }
+        }
+        let (below, target) = hidden_link(&step(&stack, name), arena)?;
+        Some(([name.as_slice(), &below].join(&b'/'), target))
+    })
+}
+
 fn cover_of(stack: &[&Directory]) -> Option<Directory> {
     let [upper @ .., _] = stack else { return None };
     let highest = upper.first()?;
