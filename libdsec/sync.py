@@ -1017,8 +1017,8 @@ class Images:
     def remove(self, reference: str) -> ImageInfo:
         """Remove one version (``name@3``, a digest) or, by a plain name, all versions of it; returns the newest one removed.
 
-        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, or on an image that shares a layer
-        with it, here or on another node that shares the store, and while it is sent there, PermissionDenied, and at once Unavailable when
+        Disk space comes back with :meth:`gc`. Raises ImageNotFound, Conflict while sandboxes run on it, or on an image made
+        of it, here or on another node that shares the store, and while it is sent there, PermissionDenied, and at once Unavailable when
         the connection breaks: the SDK doesn't repeat it, for a repetition of what was done raises ImageNotFound.
 
         Raises ImageError where the shared store's manifest can't be read (:meth:`fsck` repairs it); only ``name@3`` with an admin's key

@@ -412,10 +412,10 @@ class ImageStore:
     async def remove(self, reference: str, caller: Caller) -> ImageInfo:
         """Removes an image: ``name@n`` and a digest one version, a plain name all versions. Returns the (newest) one removed.
 
-        Its layers stay on the disk until :meth:`collect_garbage`. Raises ImageNotFound, PermissionDenied, Conflict while a sandbox uses any
-        of its layers, here or on another node, and while it is pushed; Unavailable where the shared store can't be asked. An admin removes
-        ``name@n`` also where its manifest in the shared store can't be read: of what this node doesn't know the answer is then empty but
-        for name and version.
+        Its layers stay on the disk until :meth:`collect_garbage`. Raises ImageNotFound, PermissionDenied, Conflict while sandboxes hold all
+        of its layers, here or on another node, and while it is pushed; Unavailable where the shared store can't be asked. An admin
+        removes ``name@n`` also where its manifest in the shared store can't be read: of what this node doesn't know the answer is then
+        empty but for name and version.
         """
         parsed = parse_reference(reference)
         whole = parsed.name if isinstance(parsed, ByName) and parsed.version is None else None
@@ -527,8 +527,9 @@ class ImageStore:
         """Raises Conflict while something here needs one of the images."""
         needed = self._needed()
         for info in images:
-            if any(hex_of(layer.digest) in needed for layer in info.layers):
-                layers = "stop the sandboxes that run on it, or on an image that shares a layer with it"
+            # Who runs on an image holds all of its layers; some of them are also held by who runs on its base.
+            if all(hex_of(layer.digest) in needed for layer in info.layers):
+                layers = "stop the sandboxes that run on it, or on an image made of it"
                 raise Conflict(f"{exact(info.name, info.version)} is in use: {layers}", reason="in_use")
 
     @contextlib.contextmanager

@@ -271,8 +271,8 @@ class Sharing:
             there = [info for info in images if await self._is_in_store(info, caller)]
             others = await self.lease.others() if there else set[str]()
             for info in there:
-                if not held_by(info.layers).metas.isdisjoint(others):
-                    layers = "stop the sandboxes that run on it, or on an image that shares a layer with it"
+                if held_by(info.layers).metas <= others:
+                    layers = "stop the sandboxes that run on it, or on an image made of it"
                     message = f"{info.name}@{info.version} is in use on another node: {layers}"
                     raise Conflict(message, reason="in_use")
             check()

@@ -23,8 +23,9 @@ from dsec.images.blobs import hex_of
 from dsec.images.catalog import Caller
 from dsec.images.chunks import ChunkTable
 from dsec.images.converter import Report
+from dsec.images.importing import draft
 from dsec.images.leases import Lease
-from dsec.images.names import ByName, locked
+from dsec.images.names import ByName, exact, locked
 from dsec.images.packing import DIFF_LAYERS_MAX, PackedLayer
 from dsec.images.shared import DirectoryBlobs, open_blobs
 from dsec.images.shared_catalog import Manifest, manifest_key, name_key
@@ -748,16 +749,40 @@ async def test_an_image_in_use_on_another_node_is_not_removed(a: Node, b: Node) 
         await b.images.remove("x", ADMIN)
 
 
-async def test_an_image_that_shares_a_layer_with_one_in_use_is_not_removed_and_the_message_says_why(a: Node, b: Node) -> None:
+async def test_an_image_that_has_the_layers_of_one_in_use_is_not_removed_and_the_message_says_why(a: Node, b: Node) -> None:
     made = await a.load("x", {"a": b"1"})
     await a.images.tag("x", "y", ADMIN, None, quiet)
     await start_on(b, "x")
-    why = "stop the sandboxes that run on it, or on an image that shares a layer with it"
+    why = "stop the sandboxes that run on it, or on an image made of it"
     with pytest.raises(Conflict, match=f"y@1 is in use on another node: {why}"):
         await a.images.remove("y", ADMIN)
     a.live.add(made.layers[0].digest)
     with pytest.raises(Conflict, match=f"y@1 is in use: {why}"):
         await a.images.remove("y", ADMIN)
+    a.live.clear()
+
+
+async def test_an_image_goes_though_its_base_is_in_use_and_the_base_stays(a: Node, b: Node) -> None:
+    base = await a.load("x", {"a": b"1"})
+    base_layer = hex_of(base.layers[0].digest)
+    diff = (await a.load("other", {"b": b"2"})).layers[0]
+    draft_of = draft("packed", "base", [diff, *base.layers], base.config)
+    for _ in range(2):
+        made = await a.images._made("packed", ADMIN, a.images._catalog.add(draft_of, ADMIN, None), quiet)
+    # Sandboxes run on the base, here and on the other node.
+    await start_on(b, "x")
+    a.live.add(base_layer)
+    assert await a.images.remove(exact("packed", made.version), ADMIN) == made
+    a.live.add(hex_of(diff.digest))
+    with pytest.raises(Conflict, match="packed@1 is in use"):
+        await a.images.remove("packed@1", ADMIN)
+    a.live.discard(hex_of(diff.digest))
+    assert (await a.images.remove("packed", ADMIN)).version == 1
+    with pytest.raises(Conflict, match="x@1 is in use"):
+        await a.images.remove("x", ADMIN)
+    for each in (a, b):
+        await each.images.collect_garbage()
+        assert each.images._blobs.has(base_layer)
     a.live.clear()
 
 
