@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from dsec.demo import uids
 from dsec.images.debian import debian_root_tar
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 
@@ -25,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BASE_PACKAGES = ("python3", "procps", "adduser", "passwd")
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 60.0
+MAX_SANDBOXES = 500
+"""Of an instance of the tests: sixteen of them have room for their uids."""
 
 
 def free_port() -> int:
@@ -32,6 +35,13 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def uid_options(sandboxes: int = MAX_SANDBOXES) -> tuple[str, ...]:
+    """Options that give an instance uids which no other has."""
+    own = uids.unused(uids.OF_TESTS, sandboxes)
+    assert own is not None, "too many instances of tests run at once"
+    return ("--uid-base", str(own.start), "--max-sandboxes", str(sandboxes))
 
 
 @dataclass
@@ -95,7 +105,7 @@ def start_instance(home: Path, *, scratch_mb: int = 8192, extra: tuple[str, ...]
         environment.pop(name, None)
     log = (home / "up.log").open("wb")
     command = [sys.executable, "-m", "dsec.cli", "up", "--state-dir", str(home / "state"), "--run-dir", str(run_dir), "--port", str(port)]
-    command += ["--ports-port", str(free_port()), "--cgroup", cgroup, "--scratch-mb", str(scratch_mb), *extra]
+    command += ["--ports-port", str(free_port()), "--cgroup", cgroup, "--scratch-mb", str(scratch_mb), *uid_options(), *extra]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     end = time.monotonic() + START_DEADLINE_S
     while not config.exists():

@@ -24,6 +24,8 @@ DEFAULT_PORT = 7070
 DEFAULT_SCRATCH_MB = 16 * 1024
 DEFAULT_UID_BASE = 0x1000_0000
 """First host uid of sandboxes: above what /etc/subuid hands out by habit, with room for thousands of ranges below 2**31."""
+DEFAULT_MAX_SANDBOXES = 4_080
+"""As many ranges of uids as fit into 2**28: seven instances have room for that below 2**31."""
 SERVICE_USER = "dsec"
 FALLBACK_SERVICE_UID = 64_913
 """Runs the service where there is no system user for it: a number that distributions give to nobody for good."""
@@ -45,7 +47,8 @@ class Mounts(StrEnum):
 
 @dataclass(frozen=True)
 class Instance:
-    """What tells one instance from another; several with different values run side by side."""
+    """What tells one instance from another. Several run side by side if nothing of it but the service's user is shared: the supervisor
+    refuses to start a second one on a directory, a cgroup or a uid of another's."""
 
     run_dir: Path
     state_dir: Path
@@ -55,6 +58,8 @@ class Instance:
     scratch_mb: int
     mounts: str = "auto"
     """How layers are mounted: a value of :class:`Mounts`."""
+    max_sandboxes: int = DEFAULT_MAX_SANDBOXES
+    """How many may live at once, each with a range of uids."""
 
     def check(self) -> None:
         """Raises CliError for values that can't work."""
@@ -76,6 +81,7 @@ class Instance:
             *("--state-dir", str(self.state_dir)),
             *("--cgroup", self.cgroup),
             *("--uid-base", str(self.uid_base)),
+            *("--max-sandboxes", str(self.max_sandboxes)),
             *("--service-uid", str(self.service_uid)),
             *("--scratch-mb", str(self.scratch_mb)),
             *("--mounts", self.mounts),

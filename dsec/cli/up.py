@@ -32,12 +32,15 @@ DEFAULT_CACHE_GB = 64
 CHUNK_CACHE_SHARE = 4
 """The cache of chunks has this fraction of what whole layers may take: it is for layers that aren't whole yet."""
 POLL_S = 0.05
+OWN = "its own --run-dir, --state-dir, --cgroup, --uid-base and ports"
 LOG_TAIL_LINES = 15
 
 RunDir = Annotated[Path, typer.Option(help="Sockets and everything else that ends with the instance.")]
 StateDir = Annotated[Path, typer.Option(help="What survives: keys, images, the journal, the scratch file.")]
 CgroupName = Annotated[str, typer.Option("--cgroup", help="Name of the cgroup that holds all sandboxes.")]
-UidBase = Annotated[int, typer.Option(help="First host uid of the sandboxes' ranges (65,792 each).")]
+UidBase = Annotated[
+    int, typer.Option(help="First host uid of sandboxes. Up to 2**28 above it (--max-sandboxes) no other instance may have.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -57,6 +60,9 @@ def up(
     ),
     cgroup: CgroupName = inst.DEFAULT_CGROUP,
     uid_base: UidBase = inst.DEFAULT_UID_BASE,
+    max_sandboxes: Annotated[
+        int, typer.Option(help="How many may live at once: each has 65,792 host uids from --uid-base on, 268,431,360 in all by default.")
+    ] = inst.DEFAULT_MAX_SANDBOXES,
     store: Annotated[
         str | None,
         typer.Option(help="Store that nodes share images through: a directory, or s3://BUCKET/PREFIX?endpoint=URL&credentials=FILE."),
@@ -92,7 +98,7 @@ def up(
     with reported():
         _require_root("up")
         uid = inst.default_service_uid() if service_uid is None else service_uid
-        instance = Instance(run_dir, state_dir, cgroup, uid_base, uid, scratch_mb, mounts.value)
+        instance = Instance(run_dir, state_dir, cgroup, uid_base, uid, scratch_mb, mounts.value, max_sandboxes)
         instance.check()
         listen = [
             *("--host", host),
@@ -312,7 +318,7 @@ def _refuse_second(run_dir: Path) -> None:
     record = UpRecord.read(run_dir)
     if record is not None and record.is_running():
         where = f" at {record.url}" if record.url else ""
-        raise CliError(f"it runs already{where} (pid {record.pid}): `dsec down` stops it, another --run-dir makes a second one")
+        raise CliError(f"it runs already{where} (pid {record.pid}): `dsec down` stops it; a second one needs {OWN}")
 
 
 def _check_machine() -> None:

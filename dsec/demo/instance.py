@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsec.demo import footprint, lifetime
+from dsec.demo import footprint, lifetime, uids
 from libdsec.config import LocalConfig
 
 START_DEADLINE_S = 120.0
@@ -25,10 +25,8 @@ START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 90.0
 """For an orderly end with thousands of sandboxes still live."""
 POLL_S = 0.02
-UID_BASES = range(0x5000_0000, 0x8000_0000, 0x1000_0000)
-"""Where such instances put their sandboxes' uids: above those of a plain `dsec up`, below 2**31. Each takes a range that nobody uses."""
-UIDS_OF_AN_INSTANCE = footprint.UIDS_OF_A_SANDBOX * 4_000
-"""Uid ranges of 4,000 sandboxes."""
+MAX_SANDBOXES = 4_000
+"""So many have uids of their own."""
 SERVICE_UIDS = range(60_100, 60_900)
 """Service users of such instances: numbers that Debian leaves unassigned."""
 
@@ -76,9 +74,11 @@ async def running(
     with lifetime.directory("instance", name, parent, _end_left) as base:
         os.chmod(base, 0o711)  # the service user passes through to what is its own
         token = secrets.token_hex(3)
-        start = _unused_uids()
+        own_uids = uids.unused(uids.OWN, MAX_SANDBOXES)
+        if own_uids is None:
+            raise InstanceError("too many such instances run already; each needs a uid range of its own")
         service = SERVICE_UIDS[secrets.randbelow(len(SERVICE_UIDS))] if service_uid is None else service_uid
-        marks = footprint.Marks(base, f"dsec-{name}-{token}", range(start, start + UIDS_OF_AN_INSTANCE), service)
+        marks = footprint.Marks(base, f"dsec-{name}-{token}", own_uids, service)
         before = footprint.take(marks)
         process = await _start(marks, scratch_mb, options)
         try:
@@ -98,6 +98,7 @@ async def _start(marks: footprint.Marks, scratch_mb: int, options: Sequence[str]
         "--run-dir": base / "run",
         "--cgroup": marks.cgroup,
         "--uid-base": marks.uids.start,
+        "--max-sandboxes": MAX_SANDBOXES,
         "--service-uid": marks.service_uid,
         "--scratch-mb": scratch_mb,
         "--port": _free_port(),
@@ -150,15 +151,6 @@ def _end_left(base: Path) -> None:
     if (base / "run").exists():
         command = [sys.executable, "-m", "dsec.cli", "down", "--run-dir", str(base / "run"), "--state-dir", str(base / "state")]
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
-
-
-def _unused_uids() -> int:
-    """The start of a uid range under which no process runs now. Raises InstanceError if all are taken."""
-    taken = footprint.uids_in_use()
-    free = [start for start in UID_BASES if not any(uid in range(start, start + UIDS_OF_AN_INSTANCE) for uid in taken)]
-    if not free:
-        raise InstanceError(f"{len(UID_BASES)} such instances run already; each needs a uid range of its own")
-    return free[secrets.randbelow(len(free))]
 
 
 def _free_port() -> int:

@@ -39,7 +39,7 @@ def nodes(base_tar: Path) -> Iterator[tuple[Instance, Instance]]:
             content = b"#!/bin/sh\necho tool %d\n" % number
             (home / f"tool-{number}.tar").write_bytes(tar([(member("bin/tool", uid=7, mode=0o4755), content)]))
         classic = ("--mounts", "classic", "--store", str(store))
-        with node_at(home / "old-0001", *classic) as first, node_at(home / "old-0002", *classic, "--uid-base", str(0x4000_0000)) as second:
+        with node_at(home / "old-0001", *classic) as first, node_at(home / "old-0002", *classic) as second:
 
             async def fill() -> None:
                 async with DSecClient(first.url, first.api_key) as client:

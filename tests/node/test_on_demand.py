@@ -39,7 +39,7 @@ def nodes(base_tar: Path) -> Iterator[Nodes]:
         store.mkdir()
         os.chmod(store, 0o777)
         shared = ("--store", str(store))
-        with node_at(home / "one-0001", *shared) as first, node_at(home / "two-0002", *shared, "--uid-base", str(0x4000_0000)) as second:
+        with node_at(home / "one-0001", *shared) as first, node_at(home / "two-0002", *shared) as second:
 
             async def fill() -> None:
                 async with DSecClient(first.url, first.api_key) as client:
@@ -138,7 +138,7 @@ async def test_a_corrupted_chunk_is_never_shown(nodes: Nodes, base_tar: Path) ->
     frames.chmod(0o644)
     frames.write_bytes(damaged)
     try:
-        with node_at(nodes.store.parent / "three-03", "--store", str(nodes.store), "--uid-base", str(0x4800_0000)) as third:
+        with node_at(nodes.store.parent / "three-03", "--store", str(nodes.store)) as third:
             client = DSecClient(third.url, third.api_key)
             async with client, await client.run_container(_args(), timeout=DEADLINE_S) as sandbox:
                 result = await sandbox.exec(["python3", "-c", "print(1)"], timeout=DEADLINE_S)

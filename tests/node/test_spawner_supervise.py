@@ -12,17 +12,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
+from tests.conftest import uid_options
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(os.environ.get("DSEC_BIN") or ROOT / ".cache" / "native" / "bin")
 DEADLINE_S = 60
 SERVICE_UID = 64_913
-UID_BASE = 1_500_000_000
 SERVICE = """
 import json, os, signal, sys, threading
 run, state, *rest = sys.argv[1:]
@@ -70,19 +71,17 @@ class Supervised:
     """One instance on directories of its own, its code in a directory that only root can enter."""
 
     home: Path
+    cgroup: str = f"dsec-sv-{os.getpid()}"
     process: subprocess.Popen[bytes] | None = None
+    uids: Sequence[str] = field(default_factory=uid_options)
+    state: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = self.home / "state"
 
     @property
     def run(self) -> Path:
         return self.home / "run"
-
-    @property
-    def state(self) -> Path:
-        return self.home / "state"
-
-    @property
-    def cgroup(self) -> str:
-        return f"dsec-sv-{os.getpid()}"
 
     def log(self) -> str:
         return (self.home / "log").read_text()
@@ -92,7 +91,7 @@ class Supervised:
         code.mkdir(parents=True, exist_ok=True)
         (code / "service.py").write_text(SERVICE)
         code.parent.chmod(0o700)
-        options: list[str | Path] = ["--run-dir", self.run, "--state-dir", self.state, "--cgroup", self.cgroup, "--uid-base", str(UID_BASE)]
+        options: list[str | Path] = ["--run-dir", self.run, "--state-dir", self.state, "--cgroup", self.cgroup, *self.uids]
         options += ["--service-uid", str(SERVICE_UID), "--scratch-mb", "512", "--chronus", BIN / "chronus", "--code", code, *more]
         argv: list[str | Path] = [os.path.realpath(sys.executable), code / "service.py", self.run, self.state, *arguments]
         with (self.home / "log").open("ab") as log:
@@ -104,6 +103,19 @@ class Supervised:
                 stderr=log,
                 env=environment,
             )
+
+    def sweep(self) -> subprocess.CompletedProcess[str]:
+        options: list[str | Path] = ["--run-dir", self.run, "--state-dir", self.state, "--cgroup", self.cgroup]
+        return subprocess.run([BIN / "dsec-spawner", "sweep", *options], capture_output=True, text=True, check=False)
+
+    def option(self, name: str) -> str:
+        """The value of an option, by the name of the attribute."""
+        return self.uids[1] if name == "uids" else str(getattr(self, name))
+
+    def give_own(self, name: str) -> None:
+        """What no other has, in the place of this attribute."""
+        own = Supervised(self.home, cgroup=f"{self.cgroup}-own")
+        setattr(self, name, getattr(own, name))
 
     def told(self, not_pid: int = 0) -> dict[str, object]:
         """What the service tells of itself once it is ready."""
@@ -158,8 +170,8 @@ def instance() -> Iterator[Supervised]:
         if supervised.process is not None:
             supervised.process.wait()
         eventually(lambda: not supervised.pids(), "the end of all processes")
-        options: list[str | Path] = ["--run-dir", supervised.run, "--state-dir", supervised.state, "--cgroup", supervised.cgroup]
-        subprocess.run([BIN / "dsec-spawner", "sweep", *options], check=True)
+        swept = supervised.sweep()
+        assert swept.returncode == 0, swept.stderr
         assert supervised.traces() == []
 
 
@@ -190,7 +202,90 @@ def test_the_service_inherits_no_descriptor_but_its_lock(instance: Supervised) -
     instance.start()
     descriptors = instance.told()["descriptors"]
     assert isinstance(descriptors, list)
-    assert set(descriptors) <= {"/dev/null", str(instance.home / "log"), str(instance.run / "lock")}
+    (lock,) = set(descriptors) - {"/dev/null", str(instance.home / "log")}
+    assert lock.startswith("/run/dsec-instances/")
+
+
+@contextlib.contextmanager
+def beside(instance: Supervised, **shared: object) -> Iterator[Supervised]:
+    """An instance that shares these attributes with another one, and nothing else."""
+    with tempfile.TemporaryDirectory(prefix="dsec-sv-") as home:
+        os.chmod(home, 0o755)
+        other = Supervised(Path(home), cgroup=f"{instance.cgroup}-b")
+        for name, value in shared.items():
+            setattr(other, name, value)
+        yield other
+        if other.process is not None and other.process.poll() is None:
+            other.signal(signal.SIGINT)
+            assert other.end() == 0
+        # A cgroup that it shares is not its own.
+        assert [line for line in other.traces() if not line.endswith(f"/{instance.cgroup}")] == []
+
+
+SHARED = {"cgroup": "--cgroup", "uids": "--uid-base", "state": "--state-dir"}
+
+
+def share(instance: Supervised, name: str) -> dict[str, object]:
+    return {name: getattr(instance, name)}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_a_live_instance_has_no_other_gets(instance: Supervised, name: str) -> None:
+    instance.start()
+    before = instance.told()
+    with beside(instance, **share(instance, name)) as other:
+        other.start()
+        assert other.end() == 1
+        assert f"{SHARED[name]} {instance.option(name)}" in other.log()
+        assert f"is in use by another instance, whose --run-dir is {instance.run}: give this one its own" in other.log()
+        assert not other.run.exists()
+        if name != "uids":
+            swept = other.sweep()
+            assert swept.returncode == 1 and "sweeping would destroy that one" in swept.stderr
+        # Refused for that alone: with its own it runs beside.
+        other.give_own(name)
+        other.start()
+        other.told()
+    assert instance.told() == before
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_sandboxes_that_wait_for_the_next_start_keep_what_is_theirs(instance: Supervised, name: str) -> None:
+    instance.start()
+    instance.told()
+    instance.signal(signal.SIGKILL)
+    instance.end()
+    eventually(lambda: instance.pids() == [], "the end of its children")
+    with beside(instance, **share(instance, name)) as other:
+        other.start()
+        assert other.end() == 1
+        assert f"is in use by sandboxes that wait for the next start with --run-dir {instance.run}" in other.log()
+    instance.start()
+    instance.told()
+    instance.signal(signal.SIGTERM)
+    assert instance.end() == 0
+    instance.cgroup += "-c"
+    instance.start()
+    assert instance.end() == 1
+    assert "what an earlier run left in" in instance.log() and "name the same ones" in instance.log()
+    instance.cgroup = instance.cgroup.removesuffix("-c")
+    assert instance.sweep().returncode == 0
+    with beside(instance, **share(instance, name)) as other:
+        other.start()
+        other.told()
+
+
+def test_an_instance_that_is_gone_leaves_no_claim(instance: Supervised) -> None:
+    instance.start()
+    instance.told()
+    assert claims_of(instance) == 1
+    instance.signal(signal.SIGINT)
+    assert instance.end() == 0
+    assert claims_of(instance) == 0
+
+
+def claims_of(instance: Supervised) -> int:
+    return sum(os.fsencode(instance.run) in path.read_bytes() for path in Path("/run/dsec-instances").iterdir())
 
 
 def test_what_root_relies_on_the_service_cant_replace(instance: Supervised) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from dsec.demo import lifetime
+from tests.conftest import uid_options
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 150
@@ -29,6 +30,8 @@ class Place:
 
     def __init__(self, home: Path, name: str) -> None:
         self.home, self.run, self.config, self.cgroup = home, home / "run", home / "local.json", name
+        # Looked up when it starts: two places must not share uids.
+        self.uids: tuple[str, ...] = ()
         self.environment = {**os.environ, "DSEC_CONFIG": str(self.config)}
 
     def dsec(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +40,8 @@ class Place:
 
     def try_up(self, *words: str) -> subprocess.CompletedProcess[str]:
         places = ["--state-dir", str(self.home / "state"), "--run-dir", str(self.run), "--cgroup", self.cgroup]
-        return self.dsec("up", "--detach", "--json", "--port", "0", "--scratch-mb", "512", *places, *words)
+        self.uids = self.uids or uid_options()
+        return self.dsec("up", "--detach", "--json", "--port", "0", "--scratch-mb", "512", *places, *self.uids, *words)
 
     def up(self) -> dict[str, str]:
         done = self.try_up()

@@ -4,6 +4,7 @@
 mod cgroup;
 mod changes;
 mod child;
+mod claims;
 mod covers;
 mod create;
 mod denials;

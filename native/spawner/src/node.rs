@@ -50,7 +50,12 @@ pub fn scratch_image(options: &Options) -> PathBuf {
 
 /// Where the namespace of layers is pinned.
 pub fn pin(options: &Options) -> PathBuf {
-    options.run_dir.join("layers.ns")
+    pin_below(&options.run_dir)
+}
+
+/// Likewise, of the instance with this run directory.
+pub fn pin_below(run: &Path) -> PathBuf {
+    run.join("layers.ns")
 }
 
 /// Makes a directory of root's with this mode, or corrects the mode of one that is there.

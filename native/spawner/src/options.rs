@@ -1,9 +1,11 @@
 //! The command line that all subcommands share: what tells one instance of the spawner from another.
 
 use std::ffi::{OsStr, OsString};
+use std::ops::Range;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
 
+use crate::create::IDS_PER_SANDBOX;
 use crate::layers::Mounts;
 
 /// First host uid of sandboxes: above what /etc/subuid hands out by habit, with room for thousands of ranges below 2^31.
@@ -24,8 +26,11 @@ const MAX_RUN_DIR_BYTES: usize = 80;
 const MAX_CGROUP_BYTES: usize = 40;
 /// Uids below are the host's own: system users, people, and what containers of others may map first.
 const MIN_UID_BASE: u32 = 65_536;
-/// Above 2^31 old interfaces show uids as negative numbers, and -1 means "no uid".
-const MAX_UID_BASE: u32 = 0x7000_0000;
+/// Above it old interfaces show uids as negative numbers, and -1 means "no uid".
+const END_OF_UIDS: u32 = 1 << 31;
+/// As many ranges as fit into 2^28 uids: more than a node is built for, and seven instances have room below 2^31.
+const DEFAULT_MAX_SANDBOXES: u32 = 4_080;
+const MOST_SANDBOXES: u32 = 30_000;
 
 pub const HELP: &str = "\
 dsec-spawner: every privileged act of the service, behind one socket
@@ -45,7 +50,8 @@ dsec-spawner: every privileged act of the service, behind one socket
   --run-dir DIR        sockets and mount points (/run/dsec)
   --state-dir DIR      what outlives a restart (/var/lib/dsec)
   --cgroup NAME        name of the root cgroup: 1 to 40 of a-z, 0-9 and '-' (dsec)
-  --uid-base N         first host uid of sandboxes (268435456)
+  --uid-base N         first host uid of sandboxes, of which each has 65,792 (268435456)
+  --max-sandboxes N    how many may live at once; with --uid-base, which uids are this instance's alone (4080)
   --service-uid N      who may call the daemon, and whom the service runs as (64913)
   --scratch-mb N       MiB allocated for writable layers when there are none yet (16384)
   --mounts MEANS       auto; or classic: layers by loop devices and by path, as kernels before 6.15 need (auto)
@@ -78,6 +84,8 @@ pub struct Options {
     pub cgroup: String,
     /// First host uid of slot 0.
     pub uid_base: u32,
+    /// Slots: how many sandboxes may live at once.
+    pub max_sandboxes: u32,
     /// Uid and gid of the service.
     pub service_uid: u32,
     /// MiB of the scratch file.
@@ -101,12 +109,13 @@ pub struct Options {
 }
 
 impl Options {
-    fn with_defaults() -> Self {
+    pub fn with_defaults() -> Self {
         Options {
             run_dir: PathBuf::from("/run/dsec"),
             state_dir: PathBuf::from("/var/lib/dsec"),
             cgroup: "dsec".to_owned(),
             uid_base: DEFAULT_UID_BASE,
+            max_sandboxes: DEFAULT_MAX_SANDBOXES,
             service_uid: DEFAULT_SERVICE_UID,
             scratch_mb: DEFAULT_SCRATCH_MB,
             mounts: Mounts::Auto,
@@ -123,11 +132,12 @@ impl Options {
 
     /// The arguments that make another process of this program see the same instance (without what only `supervise` needs).
     pub fn to_args(&self) -> Vec<OsString> {
-        let pairs: [(&str, OsString); 10] = [
+        let pairs: [(&str, OsString); 11] = [
             ("--run-dir", self.run_dir.clone().into()),
             ("--state-dir", self.state_dir.clone().into()),
             ("--cgroup", self.cgroup.clone().into()),
             ("--uid-base", self.uid_base.to_string().into()),
+            ("--max-sandboxes", self.max_sandboxes.to_string().into()),
             ("--service-uid", self.service_uid.to_string().into()),
             ("--scratch-mb", self.scratch_mb.to_string().into()),
             ("--mounts", self.mounts.name().into()),
@@ -141,13 +151,22 @@ impl Options {
             .collect()
     }
 
+    /// Host uids of all slots.
+    pub fn uids(&self) -> Range<u32> {
+        self.uid_base..self.uid_base + self.max_sandboxes * IDS_PER_SANDBOX
+    }
+
     fn set(&mut self, name: &str, value: OsString) -> Result<(), String> {
         match name {
             "--run-dir" => self.run_dir = run_dir(absolute(name, value)?)?,
             "--state-dir" => self.state_dir = absolute(name, value)?,
             "--cgroup" => self.cgroup = cgroup_name(&value)?,
             "--uid-base" => {
-                self.uid_base = number(name, &value, MIN_UID_BASE.into(), MAX_UID_BASE.into())?
+                let last = END_OF_UIDS - IDS_PER_SANDBOX;
+                self.uid_base = number(name, &value, MIN_UID_BASE.into(), last.into())?
+            }
+            "--max-sandboxes" => {
+                self.max_sandboxes = number(name, &value, 1, MOST_SANDBOXES.into())?
             }
             "--service-uid" => self.service_uid = number(name, &value, 1, (u32::MAX - 1).into())?,
             "--scratch-mb" => {
@@ -252,10 +271,28 @@ fn check_command(command: Command, options: &Options) -> Result<(), String> {
     } else if !options.argv.is_empty() || !options.fetcher.is_empty() {
         return Err("only supervise takes a command after --, or a fetcher".to_owned());
     }
+    let room = (END_OF_UIDS - options.uid_base) / IDS_PER_SANDBOX;
+    if options.max_sandboxes > room {
+        return Err(format!(
+            "--max-sandboxes {}: behind --uid-base {} there is room for {room}, each with {IDS_PER_SANDBOX} uids below 2^31",
+            options.max_sandboxes, options.uid_base
+        ));
+    }
     if options.run_dir == options.state_dir {
         return Err("--run-dir and --state-dir must not be the same directory".to_owned());
     }
     Ok(())
+}
+
+/// Where ranges of so many uids may start without meeting each other.
+pub fn bases(length: u32) -> impl Iterator<Item = u32> {
+    let step = length.next_power_of_two();
+    (DEFAULT_UID_BASE..=END_OF_UIDS - length).step_by(step as usize)
+}
+
+/// How many sandboxes these uids are for.
+pub fn sandboxes_in(uids: &Range<u32>) -> u32 {
+    (uids.end - uids.start) / IDS_PER_SANDBOX
 }
 
 /// An absolute path that names what it seems to name: without `..` and NUL; `.` and doubled slashes are dropped.
@@ -424,6 +461,10 @@ mod tests {
             ("--service-uid", "4294967295"),
             ("--uid-base", "1000"),
             ("--uid-base", "+99999999"),
+            ("--uid-base", "2147483647"),
+            ("--uid-base", "2000000000"),
+            ("--max-sandboxes", "0"),
+            ("--max-sandboxes", "29000"),
             ("--scratch-mb", "1"),
             ("--scratch-mb", "99999999999999999999999"),
             ("--scratch-mb", "1G"),
@@ -431,6 +472,19 @@ mod tests {
         for (name, value) in bad {
             assert!(parsed(&["serve", name, value]).is_err(), "{name} {value}");
         }
+    }
+
+    #[test]
+    fn seven_instances_have_room_for_their_uids() {
+        let (_, options) = accepted(&["serve"]);
+        let uids = options.uids();
+        let bases: Vec<u32> = bases(uids.end - uids.start).collect();
+        assert_eq!(bases.len(), 7);
+        for pair in bases.windows(2) {
+            assert!(pair[0] + (uids.end - uids.start) <= pair[1]);
+        }
+        assert_eq!(sandboxes_in(&uids), DEFAULT_MAX_SANDBOXES);
+        accepted(&["serve", "--uid-base", &bases[6].to_string()]);
     }
 
     #[test]

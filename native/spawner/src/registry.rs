@@ -8,9 +8,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use crate::node::Node;
 use crate::sysapi;
 
-/// Slots number the id ranges and the sockets. Bounded so that ids stay below 2^31 + 2^28.
-const MAX_SLOTS: u32 = 30_000;
-
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum State {
     Creating,
@@ -34,8 +31,9 @@ struct Table {
     next: u32,
 }
 
-#[derive(Default)]
 pub struct Registry {
+    /// They number the id ranges and the sockets.
+    slots: u32,
     table: Mutex<Table>,
     changed: Condvar,
 }
@@ -47,6 +45,14 @@ pub enum Refusal {
 }
 
 impl Registry {
+    pub fn with_slots(slots: u32) -> Self {
+        Registry {
+            slots,
+            table: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
     fn table(&self) -> MutexGuard<'_, Table> {
         // A panic aborts the process, so a poisoned lock can't be seen; the table is plain data in any case.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
@@ -60,11 +66,11 @@ impl Registry {
         }
         // Round robin: a slot that was just freed rests as long as possible.
         let start = table.next;
-        let slot = (0..MAX_SLOTS)
-            .map(|step| (start + step) % MAX_SLOTS)
+        let slot = (0..self.slots)
+            .map(|step| (start + step) % self.slots)
             .find(|slot| !table.used.contains_key(slot))
             .ok_or(Refusal::NoSlot)?;
-        table.next = (slot + 1) % MAX_SLOTS;
+        table.next = (slot + 1) % self.slots;
         table.used.insert(slot, ());
         table.entries.insert(
             id.to_owned(),
@@ -212,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_name_and_a_slot_are_claimed_once() {
-        let registry = Registry::default();
+        let registry = Registry::with_slots(3);
         assert_eq!(registry.begin("sb-a"), Ok(0));
         assert_eq!(registry.begin("sb-a"), Err(Refusal::Exists));
         assert_eq!(registry.begin("sb-b"), Ok(1));
@@ -222,7 +228,7 @@ mod tests {
 
     #[test]
     fn an_end_waits_for_the_creation() {
-        let registry = Arc::new(Registry::default());
+        let registry = Arc::new(Registry::with_slots(3));
         assert_eq!(registry.begin("sb-a"), Ok(0));
         let other = registry.clone();
         let waiting = std::thread::spawn(move || other.begin_end("sb-a").pid);
@@ -237,7 +243,7 @@ mod tests {
 
     #[test]
     fn while_what_bears_a_name_is_swept_nobody_begins_a_sandbox_of_it() {
-        let registry = Registry::default();
+        let registry = Registry::with_slots(3);
         assert_eq!(registry.begin_end("sb-a").slot, None);
         assert_eq!(registry.begin("sb-a"), Err(Refusal::Exists));
         registry.remove("sb-a");
@@ -247,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_slot_stays_taken_until_every_process_has_ended() {
-        let registry = Registry::default();
+        let registry = Registry::with_slots(3);
         assert_eq!(registry.begin("sb-a"), Ok(0));
         let (end, _) = sysapi::pipe().unwrap();
         registry.created("sb-a", 7, Arc::new(end));

@@ -117,7 +117,7 @@ pub fn run(options: &Options) -> io::Result<()> {
     let (orders, to_pack) = mpsc::channel();
     let server = Arc::new(Server {
         node,
-        registry: Registry::default(),
+        registry: Registry::with_slots(options.max_sandboxes),
         run_dir: options.run_dir.to_string_lossy().into_owned(),
         features,
         creates: Mutex::new(creates),
@@ -410,7 +410,11 @@ impl Server {
                 ))
             }
             Err(Refusal::NoSlot) => {
-                return peer.send(&verbs::error(id, "no_capacity", "every id range is in use"))
+                return peer.send(&verbs::error(
+                    id,
+                    "no_capacity",
+                    "as many sandboxes live as --max-sandboxes allows",
+                ))
             }
         };
         match create::create(&self.node, creator, spec, slot) {

@@ -7,13 +7,14 @@ mod service;
 mod signals;
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::claims::{self, Claim};
 use crate::options::Options;
 use child::Child;
 use directories::{remove_directory, remove_file};
@@ -39,14 +40,18 @@ pub fn run(options: &Options) -> Result<i32, String> {
     let signals = Signals::take()?;
     let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
     let gid = directories::primary_group(&passwd, options.service_uid);
-    directories::prepare_state(&options.state_dir, (options.service_uid, gid))?;
-    let lock = directories::take_run(&options.run_dir, (options.service_uid, gid))?;
+    // Before anything is touched: all of it may be another's.
+    let claim = claims::take(options, claims::Purpose::Start)?;
+    if let Err(reason) = prepare(options, gid) {
+        claim.end()?;
+        return Err(reason);
+    }
     // With a pinned namespace, sandboxes of an earlier run may live: a start that fails must not end them.
     let is_first = !crate::layers::is_pinned(&crate::node::pin(options));
     let mut supervisor = Supervisor {
         options,
         gid,
-        lock,
+        claim,
         signals,
         spawner: Child::whose_children_stay("the spawner"),
         service: Child::with_its_group("the service"),
@@ -58,11 +63,18 @@ pub fn run(options: &Options) -> Result<i32, String> {
     if result.is_err() && is_first {
         supervisor.ending = Ending::Sweep;
     }
-    match (result, supervisor.take_down()) {
+    let removed = supervisor.take_down();
+    let removed = removed.and_then(|status| supervisor.claim.end().map(|()| status));
+    match (result, removed) {
         (Err(reason), Err(other)) => Err(format!("{reason}; and then: {other}")),
         (Err(reason), Ok(_)) => Err(reason),
         (Ok(()), removed) => removed,
     }
+}
+
+fn prepare(options: &Options, gid: u32) -> Result<(), String> {
+    directories::prepare_state(&options.state_dir, (options.service_uid, gid))?;
+    directories::prepare_run(&options.run_dir, (options.service_uid, gid))
 }
 
 /// What is to become of sandboxes, layers and scratch.
@@ -88,7 +100,7 @@ struct Supervisor<'a> {
     options: &'a Options,
     /// Of the service.
     gid: u32,
-    lock: File,
+    claim: Claim,
     signals: Signals,
     spawner: Child,
     service: Child,
@@ -162,7 +174,7 @@ impl Supervisor<'_> {
         for Companion { child, argv } in &mut self.companions {
             if child.is_due(now) {
                 directories::share_run(&self.options.run_dir, self.gid)?;
-                match service::start(self.options, argv, self.gid, &self.lock) {
+                match service::start(self.options, argv, self.gid, &self.claim) {
                     Ok(pid) => child.started(pid, now),
                     Err(reason) => child.start_again(&reason),
                 }
@@ -170,7 +182,7 @@ impl Supervisor<'_> {
         }
         if self.service.is_due(now) {
             directories::share_run(&self.options.run_dir, self.gid)?;
-            match service::start(self.options, &self.options.argv, self.gid, &self.lock) {
+            match service::start(self.options, &self.options.argv, self.gid, &self.claim) {
                 Ok(pid) => self.service.started(pid, now),
                 Err(reason) if self.stage == Stage::Service => return Err(reason),
                 // The code may just be being replaced.
@@ -245,9 +257,8 @@ impl Supervisor<'_> {
         remove_directory(&run.join("app"))?;
         let status = match self.ending {
             Ending::Leave => 0,
-            Ending::Sweep | Ending::SweepNow => crate::sweep::run(self.options)?,
+            Ending::Sweep | Ending::SweepNow => crate::sweep::sweep(self.options)?,
         };
-        remove_file(&run.join("lock"))?;
         Ok(status)
     }
 

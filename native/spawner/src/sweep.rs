@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::cgroup::{self, Cgroups};
+use crate::claims;
 use crate::node;
 use crate::options::Options;
 use crate::sysapi;
@@ -15,8 +16,15 @@ const RELEASE_DEADLINE: Duration = Duration::from_secs(15);
 const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
 const KILL_DEADLINE: Duration = Duration::from_secs(20);
 
-/// Ends every sandbox and removes what the instance made. The daemon must not run. Returns the exit code.
+/// [`sweep`] of an instance that no supervisor carries. Waits for the service of one that was killed.
 pub fn run(options: &Options) -> Result<i32, String> {
+    let claim = claims::take(options, claims::Purpose::Sweep)?;
+    let status = sweep(options)?;
+    claim.end().map(|()| status)
+}
+
+/// Ends every sandbox and removes what the instance made. The daemon must not run. Returns the exit code.
+pub fn sweep(options: &Options) -> Result<i32, String> {
     remove_all(options)
         .map(|()| 0)
         .map_err(|error| format!("sweeping: {error}"))

@@ -6,11 +6,9 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 /// Everybody may look: clients find `client.json` and `ready` here.
 const RUN_MODE: u32 = 0o1775;
@@ -18,7 +16,7 @@ const RUN_MODE: u32 = 0o1775;
 const STATE_MODE: u32 = 0o1770;
 
 /// Names in a run directory that a run of ours leaves behind, or that `dsec up` writes before it starts us.
-const RUN_NAMES: [&str; 15] = [
+const RUN_NAMES: [&str; 14] = [
     "app",
     "bin",
     "blobfs.sock",
@@ -27,7 +25,6 @@ const RUN_NAMES: [&str; 15] = [
     "fetch.sock",
     "keep.sock",
     "layers.ns",
-    "lock",
     "meta",
     "ready",
     "ready.part",
@@ -47,17 +44,11 @@ const STATE_NAMES: [&str; 8] = [
     "store.sqlite",
 ];
 
-/// How long to wait for the service of a supervisor that was killed: it finishes what it has under way, for at most 20 s.
-const LOCK_PATIENCE: Duration = Duration::from_secs(25);
-const LOCK_POLL: Duration = Duration::from_millis(50);
-
-/// Makes `<run>` and `<run>/app`, and removes what an earlier service left there. The file returned is the lock of `run`.
-pub fn take_run(run: &Path, service: (u32, u32)) -> Result<File, String> {
+/// Makes `<run>` and `<run>/app`, and removes what an earlier service left there.
+pub fn prepare_run(run: &Path, service: (u32, u32)) -> Result<(), String> {
     prepare(run, RUN_MODE, service.1, &RUN_NAMES)?;
-    let lock = lock(run)?;
     remove_files_of(run, service.0)?;
-    own_directory(&run.join("app"), 0o755, (0, 0))?;
-    Ok(lock)
+    own_directory(&run.join("app"), 0o755, (0, 0))
 }
 
 /// Lets the service make files in `<run>`; the daemon, which also runs without a service, makes it root's alone when it starts.
@@ -72,41 +63,6 @@ pub fn prepare_state(state: &Path, service: (u32, u32)) -> Result<(), String> {
     own_directory(&state.join("scratch"), 0o700, (0, 0))?;
     own_directory(&state.join("images"), 0o700, service)?;
     own_directory(&state.join("blobfs"), 0o700, service)
-}
-
-/// Takes the lock that says that a supervisor, or a service that outlived one, is at work in `run`. It is held as long as the file, or a
-/// copy in another process, is open.
-fn lock(run: &Path) -> Result<File, String> {
-    let path = run.join("lock");
-    let deadline = Instant::now() + LOCK_PATIENCE;
-    loop {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(&path)
-            .map_err(|error| format!("{}: {error}", path.display()))?;
-        // SAFETY: plain integers; the descriptor is open.
-        let taken = unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0;
-        // The one who held it may have removed it meanwhile; then it is the lock of nothing.
-        if taken && is_at(&file, &path) {
-            return Ok(file);
-        }
-        if Instant::now() > deadline {
-            return Err(format!("another instance is at work in {}", run.display()));
-        }
-        std::thread::sleep(LOCK_POLL);
-    }
-}
-
-fn is_at(file: &File, path: &Path) -> bool {
-    match (file.metadata(), fs::symlink_metadata(path)) {
-        (Ok(open), Ok(named)) => (open.dev(), open.ino()) == (named.dev(), named.ino()),
-        _ => false,
-    }
 }
 
 /// Makes a directory with these rights, or takes one over that is empty or was ours before.
