@@ -15,7 +15,8 @@ from typing import NamedTuple
 import msgspec
 from yarl import URL
 
-from libdsec.config import resolve
+from libdsec.config import check_header, resolve
+from libdsec.durations import check_timeout
 from libdsec.errors import DeadlineExceeded, DSecError, InvalidArgument, NoCapacity, Unavailable, Unsupported, from_body
 from libdsec.idempotency import check_differ, once_key
 from libdsec.ids import sandbox_path
@@ -73,7 +74,10 @@ class DSecClient:
 
     def __init__(self, url: str | None = None, api_key: str | None = None, project: str | None = None) -> None:
         address, self._api_key = resolve(url, api_key)
-        self.transport = Transport(address, self._api_key, project or os.environ.get("DSEC_PROJECT") or None)
+        project = project or os.environ.get("DSEC_PROJECT") or None
+        if project is not None:
+            check_header(project, "the project (DSEC_PROJECT, or project=)", "project")
+        self.transport = Transport(address, self._api_key, project)
         """For the SDK's own parts: the session with the server."""
         self.images = Images(self)
         """The image store."""
@@ -129,6 +133,7 @@ class DSecClient:
         Interrupted calls are repeated with the same idempotency key, so no second sandbox comes of it; repeating the call yourself is safe
         with an ``args.idempotency_key`` of your own, and makes another sandbox without.
         """
+        check_timeout(timeout)
         return self._sandbox(await self._create_one(args, timeout))
 
     async def run_container(self, args: DSecContainerRunArgs, *, timeout: float | None = None) -> Sandbox:
@@ -196,6 +201,7 @@ class DSecClient:
         ``args.idempotency_key`` set, sandbox i of ``count`` has the key ``<key>/<i>``: a client that starts again finds the same ones.
         Those that the one before was not told of wait two minutes for that; then they are stopped, and their keys answer SandboxGone.
         """
+        check_timeout(timeout)
         wanted = _with_keys([args] if isinstance(args, AnyRunArgs) else list(args), count)
         deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         async with contextlib.aclosing(self._create(wanted, deadline)) as items:

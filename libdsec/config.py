@@ -69,6 +69,12 @@ def _is_address(url: str) -> bool:
     return parsed.scheme in ("http", "https") and bool(parsed.host) and not parsed.query_string and not parsed.fragment
 
 
+def check_header(value: str, what: str, field: str) -> None:
+    """Raises InvalidArgument for what can't be sent in a header; the value isn't told."""
+    if not value.isascii() or not value.isprintable():
+        raise InvalidArgument(f"{what} has characters that no such thing has: a line break, perhaps", field=field)
+
+
 def resolve(url: str | None, api_key: str | None) -> tuple[str, str | None]:
     """The address and the key to use: arguments first, then ``DSEC_URL`` and ``DSEC_API_KEY``, then the local ``dsec up``.
 
@@ -80,6 +86,8 @@ def resolve(url: str | None, api_key: str | None) -> tuple[str, str | None]:
         text = f"{url!r} is not a server's address: that is http://HOST:PORT, https://HOST or unix:///PATH (DSEC_URL, or url=)"
         raise InvalidArgument(text, field="url")
     api_key = api_key or os.environ.get("DSEC_API_KEY") or None
+    if api_key is not None:
+        check_header(api_key, "the API key (DSEC_API_KEY, or api_key=)", "api_key")
     if url is not None and api_key is not None:
         return url, api_key
     local = read_local_config()
@@ -90,6 +98,10 @@ def resolve(url: str | None, api_key: str | None) -> tuple[str, str | None]:
                 field="url",
             )
         url = local.nearest
+        if not _is_address(url):
+            raise InvalidArgument(
+                f"{local_config_path()} names {url!r}, which is no server's address: `dsec up` writes it anew", field="url"
+            )
     if api_key is None and local is not None and local.names(url):
         api_key = local.api_key
     return url, api_key

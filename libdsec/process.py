@@ -7,6 +7,7 @@ import secrets
 import signal as signals
 from collections.abc import AsyncGenerator, AsyncIterator
 
+from libdsec.durations import check_timeout
 from libdsec.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from libdsec.ids import exec_path
 from libdsec.schema import CommandResult, ProcessInfo, PtySize, SignalRequest
@@ -147,6 +148,7 @@ class Process:
         ``timeout``: seconds to wait, then DeadlineExceeded; the command runs on. With 0 it is only asked whether it has ended. Raises
         ProcessNotFound, SandboxGone, SandboxFailed. Safe to repeat.
         """
+        check_timeout(timeout)
         url = self._transport.at(f"{self._path}/wait")
         if timeout is not None and timeout <= 0:
             if (await self.info()).running:

@@ -21,6 +21,8 @@ MAX_OUTPUT_LIMIT = 64 * MB
 MAX_ARGS_BYTES = 3 * MB // 2
 """The most that argv and env of one command may take together. The kernel's own limit is a quarter of the stack's, 2 MB, pointers and the
 sandbox's own variables included (execve(2))."""
+MAX_ARG_BYTES = 128 << 10
+"""What one string of them may take, its NUL included (MAX_ARG_STRLEN of execve(2)): an argument, a shell command, ``NAME=value``."""
 MAX_BATCH = 32_000
 """Sandboxes in one create request."""
 

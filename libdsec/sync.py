@@ -497,7 +497,8 @@ class Sandbox:
         names the call: one that is known already is attached to, not run again.
 
         A program that isn't there is a result too (exit code 127, ``start_error``). Raises InvalidArgument (an argument vector and
-        environment above 1.5 MiB together, a NUL byte in them, and any other argument that can't be), and what an iterable ``stdin``
+        environment above 1.5 MiB together, one argument, string or variable of 128 KiB (:meth:`run_shell` takes longer strings), a NUL byte
+        in them, and any other argument that can't be), and what an iterable ``stdin``
         raises: then the command is killed.
 
         An interrupted call is taken up again, never run twice; only where the connection breaks that carries more than 1 MiB of ``stdin``,

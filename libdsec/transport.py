@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 from collections import deque
@@ -165,6 +166,7 @@ class Transport:
         if project is not None:
             self._headers["X-DSec-Project"] = project
         self._session: aiohttp.ClientSession | None = None
+        self._pid = os.getpid()
         self._closed_because: DSecError | None = None
         self._answered = False
 
@@ -177,8 +179,9 @@ class Transport:
         """Close every connection. Later calls raise ``because``. Closing twice changes nothing."""
         if self._closed_because is None:
             self._closed_because = because or InvalidArgument("the client is closed: open() it again or make a new one")
-        session, self._session = self._session, None
-        if session is not None:
+        # In a forked child the connections are the parent's, and so is the kernel object that its event loop waits with.
+        if self._session is not None and self._pid == os.getpid():
+            session, self._session = self._session, None
             await session.close()
 
     @property
@@ -190,6 +193,8 @@ class Transport:
         return build_url(self._base, path, query)
 
     def _live_session(self) -> aiohttp.ClientSession:
+        if self._pid != os.getpid():
+            raise InvalidArgument("this client was made before fork(): make a new one in the child")
         if self._session is None:
             if self._closed_because is not None:
                 raise self._closed_because

@@ -34,6 +34,7 @@ from dsec.edge.sandboxes import Sandboxes
 from dsec.edge.validation import check_env, check_exec_id, check_path, check_seconds, check_session, check_user
 from libdsec.errors import DeadlineExceeded, InvalidArgument, ProcessNotFound
 from libdsec.schema import (
+    MAX_ARG_BYTES,
     MAX_ARGS_BYTES,
     MAX_OUTPUT_LIMIT,
     CommandResult,
@@ -273,6 +274,13 @@ class Commands:
         if any(b"\0" in arg for arg in argv):
             raise InvalidArgument(f"{named} has a NUL in it", field=named)
         _check_args(argv, request.env, named)
+        longest = max(map(len, argv), default=0)
+        if longest >= MAX_ARG_BYTES:
+            raise InvalidArgument(
+                f"{named} has {longest} bytes in one argument: {MAX_ARG_BYTES - 1} are possible;"
+                " a long script goes by stdin, run_shell or in a file",
+                field=named,
+            )
         _check_output(request.max_output)
         if request.stdin is not None and len(request.stdin) > STDIN_MAX:
             raise InvalidArgument(f"stdin may have {STDIN_MAX} bytes in a request; stream more to …/stdin", field="stdin")

@@ -7,7 +7,7 @@ import re
 
 from libdsec.errors import InvalidArgument, Unsupported
 from libdsec.ids import NAME
-from libdsec.schema import AnyRunArgs, DSecContainerRunArgs, DSecFullVMRunArgs
+from libdsec.schema import MAX_ARG_BYTES, AnyRunArgs, DSecContainerRunArgs, DSecFullVMRunArgs
 
 MEMORY_MB_MIN = 16
 """Below it not even a shell starts reliably beside the agent."""
@@ -73,6 +73,8 @@ def check_env(env: dict[str, str]) -> None:
             raise InvalidArgument(f"env has a variable named {name!r}: a name is not empty and has neither '=' nor NUL", field="env")
         if "\0" in value:
             raise InvalidArgument(f"the value of env variable {name!r} has a NUL in it", field="env")
+        if len(f"{name}={value}".encode("utf-8", "replace")) >= MAX_ARG_BYTES:
+            raise InvalidArgument(f"env variable {name[:64]!r} has {MAX_ARG_BYTES} bytes or more: no program could be started", field="env")
 
 
 def check_labels(labels: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from libdsec import CommandFailed, DSecClient, InvalidArgument, ProcessNotFound, PtySize, Sandbox
+from libdsec.schema import MAX_ARG_BYTES
 
 
 async def test_argv_and_shell_strings_give_exit_code_and_streams_apart(sandbox: Sandbox) -> None:
@@ -155,3 +156,14 @@ async def test_a_command_after_a_killed_one_lives(sandbox: Sandbox) -> None:
     for _ in range(6):
         assert (await sandbox.exec("sleep 1000", timeout=0.05)).timed_out
         assert (await sandbox.exec(["echo", "alive"])).stdout == "alive\n"
+
+
+async def test_what_one_string_may_hold_works_and_more_is_refused_by_name(sandbox: Sandbox) -> None:
+    longest = "x" * (MAX_ARG_BYTES - 1)
+    assert (await sandbox.exec(["sh", "-c", "echo ${#1}", "sh", longest])).stdout == f"{len(longest)}\n"
+    assert (await sandbox.exec("echo ${#B}", env={"B": longest[2:]})).stdout == f"{len(longest) - 2}\n"
+    for named in ({"command": ["echo", longest + "x"]}, {"command": longest + "x"}, {"command": "true", "env": {"B": longest[1:]}}):
+        with pytest.raises(InvalidArgument) as refused:
+            await sandbox.exec(**named)
+        assert refused.value.field == ("env" if "env" in named else "argv" if isinstance(named["command"], list) else "command")
+    assert (await sandbox.run_shell(f": {longest}{longest}; echo ran")).stdout == "ran\n"

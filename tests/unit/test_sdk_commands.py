@@ -16,6 +16,8 @@ from libdsec import (
     CommandResult,
     Conflict,
     DeadlineExceeded,
+    DSecClient,
+    DSecContainerRunArgs,
     DSecError,
     FileNotFound,
     InvalidArgument,
@@ -83,6 +85,16 @@ async def test_text_that_is_not_utf8_is_refused_here(server: FakeServer, sandbox
         with pytest.raises(InvalidArgument, match="UTF-8"):
             await call("true", **named)
     assert not server.execs and not server.shells
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "5"])
+async def test_a_timeout_that_is_no_number_of_seconds_is_refused_here(client: DSecClient, sandbox: Sandbox, timeout: Any) -> None:
+    process = await sandbox.start(["true"])
+    args = DSecContainerRunArgs(container_image="x")
+    for call in (process.wait(timeout=timeout), client.run(args, timeout=timeout), sandbox.fork(timeout=timeout)):
+        with pytest.raises(InvalidArgument) as caught:
+            await call
+        assert caught.value.field == "timeout"
 
 
 async def test_an_environment_that_is_too_large_is_refused_by_name(sandbox: Sandbox) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from sdk_server import FakeServer
 
 import libdsec
 import libdsec.sync as sync
-from libdsec import CommandFailed, CommandResult, DSecContainerRunArgs, ImageNotFound, SandboxGone
+from libdsec import CommandFailed, CommandResult, DSecContainerRunArgs, ImageNotFound, InvalidArgument, SandboxGone
 from libdsec._generate_sync import TWINS, generate
 
 ARGS = DSecContainerRunArgs(container_image="x")
@@ -55,6 +56,28 @@ def test_every_name_is_there_and_nothing_needs_await() -> None:
         public = {member for member in vars(original) if not member.startswith("_")} - {"transport"}
         assert public <= set(vars(twin)) | set(getattr(twin, "__dataclass_fields__", ())), name
         assert not any(inspect.iscoroutinefunction(member) for member in vars(twin).values())
+
+
+def test_a_forked_child_is_told_to_make_its_own_client_and_disturbs_nobody(server: FakeServer, client: sync.DSecClient) -> None:
+    sandbox = client.run(ARGS)
+    assert sandbox.exec(["true"]).exit_code == 0
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with client:
+                sandbox.exec(["true"])
+        except InvalidArgument as refusal:
+            os.write(writer, refusal.message.encode())
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        client.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"before fork()" in os.read(reader, 1000)
+    os.close(reader)
+    os.close(writer)
+    assert sandbox.exec(["true"]).exit_code == 0
 
 
 def test_one_sandbox_from_creation_to_its_end(server: FakeServer, client: sync.DSecClient, tmp_path: Path) -> None:

@@ -176,6 +176,20 @@ class TestAddress:
         assert DSecClient("http://elsewhere:2").api_key is None
         assert DSecClient("http://here:1/").api_key == "local"
 
+    @pytest.mark.parametrize("url", ["nonsense", "http://a b", ""])
+    def test_an_address_that_is_none_in_the_file_is_named_with_it(self, url: str) -> None:
+        self.local.write_text(json.dumps({"url": url, "api_key": "local"}))
+        with pytest.raises(InvalidArgument, match=r"local\.json"):
+            DSecClient()
+
+    @pytest.mark.parametrize(("variable", "field"), [("DSEC_API_KEY", "api_key"), ("DSEC_PROJECT", "project")])
+    def test_what_cannot_stand_in_a_header_is_named_and_not_told(self, monkeypatch: pytest.MonkeyPatch, variable: str, field: str) -> None:
+        for value in ("secret\nline", "secr\u00e9t"):
+            monkeypatch.setenv(variable, value)
+            with pytest.raises(InvalidArgument, match=variable) as caught:
+                DSecClient("http://here:1")
+            assert caught.value.field == field and "secr" not in caught.value.message
+
     def test_a_broken_file_is_named(self) -> None:
         self.local.write_text("{")
         with pytest.raises(InvalidArgument, match=r"local\.json"):
