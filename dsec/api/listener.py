@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,7 +178,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise OSError(error.errno, f"can't listen at {host}, port {port}: {os.strerror(error.errno or 0)}") from error
+        raise OSError(error.errno, f"can't listen at {host}, port {port}: {error.strerror}") from error
     # Buffer sizes are left to the kernel, which grows them by need: a fixed size would switch that off, and 3,200 idle connections would
     # hold it.
     bound.setblocking(False)

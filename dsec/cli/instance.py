@@ -89,6 +89,15 @@ class Instance:
         ]
 
 
+def left_of(instance: Instance) -> list[Path]:
+    """What the instance has, or has left for its next start, beyond its state: where the supervisor has swept, nothing."""
+    swept = [
+        *(instance.run_dir / name for name in ("c", "layers.ns", "meta", "bin", "stage", "spawner.sock")),
+        instance.state_dir / "scratch",
+    ]
+    return [path for path in swept if path.exists()]
+
+
 def binary(name: str) -> Path:
     """The built program ``name``: in ``DSEC_BIN``, else beside the package. Raises CliError."""
     directory = Path(os.environ.get("DSEC_BIN") or CHECKOUT / ".cache" / "native" / "bin")

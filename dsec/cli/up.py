@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,8 +34,11 @@ DEFAULT_CACHE_GB = 64
 CHUNK_CACHE_SHARE = 4
 """The cache of chunks has this fraction of what whole layers may take: it is for layers that aren't whole yet."""
 POLL_S = 0.05
+MAX_PORT = 65_535
 OWN = "its own --run-dir, --state-dir, --cgroup, --uid-base and ports"
 LOG_TAIL_LINES = 15
+SAID_BYTES = 1 << 16
+"""Of what a supervisor says before it writes to the log: one line, as a rule."""
 
 RunDir = Annotated[Path, typer.Option(help="Sockets and everything else that ends with the instance.")]
 StateDir = Annotated[Path, typer.Option(help="What survives: keys, images, the journal, the scratch file.")]
@@ -50,8 +55,10 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    port: Annotated[int, typer.Option(help="Port of the API; 0: any free one.")] = inst.DEFAULT_PORT,
-    ports_port: Annotated[int | None, typer.Option(help="Port of the listener for ports inside sandboxes. Default: the next one.")] = None,
+    port: Annotated[int, typer.Option(help="Port of the API; 0: any free one.", min=0, max=MAX_PORT)] = inst.DEFAULT_PORT,
+    ports_port: Annotated[
+        int | None, typer.Option(help="Port of the listener for ports inside sandboxes. Default: the next one.", min=0, max=MAX_PORT)
+    ] = None,
     host: Annotated[str, typer.Option(help="Address that both listen on. Not loopback: put TLS in front.")] = "127.0.0.1",
     state_dir: StateDir = inst.DEFAULT_STATE_DIR,
     run_dir: RunDir = inst.DEFAULT_RUN_DIR,
@@ -100,6 +107,7 @@ def up(
         uid = inst.default_service_uid() if service_uid is None else service_uid
         instance = Instance(run_dir, state_dir, cgroup, uid_base, uid, scratch_mb, mounts.value, max_sandboxes)
         instance.check()
+        _check_listeners(host, port, ports_port)
         listen = [
             *("--host", host),
             *("--port", str(port)),
@@ -117,9 +125,7 @@ def up(
         service.start()
         _print_ready(service, as_json=as_json)
         if not detach:
-            code = service.wait()
-            if code:
-                raise CliError(f"the service ended by itself (exit code {code}); its last words are above")
+            service.wait()
 
 
 def down(
@@ -146,14 +152,20 @@ def down(
         )
         number = signal.SIGTERM if keep_sandboxes else signal.SIGINT
         was_running = record is not None and inst.stop_process(record, number, STOP_TIMEOUT_S)
-        _forget(run_dir)
-        if was_running:
-            print("stopped; the sandboxes live on" if keep_sandboxes else "stopped; nothing is left")
-        elif keep_sandboxes:
-            print(f"nothing runs in {run_dir}")
+        inst.retract(run_dir)
+        if keep_sandboxes:
+            print("stopped; the sandboxes live on" if was_running else f"nothing runs in {run_dir}")
+            return
+        # How its supervisor ended only its parent knows: what counts is what it left.
+        if was_running and not inst.left_of(instance):
+            words = "stopped; nothing is left"
         else:
-            _sweep(instance)
-            print(f"nothing runs in {run_dir}; swept what an earlier run may have left")
+            _sweep(instance, stopped=was_running)
+            words = (
+                "stopped; what was left is swept" if was_running else f"nothing runs in {run_dir}; swept what an earlier run may have left"
+            )
+        UpRecord.path(run_dir).unlink(missing_ok=True)
+        print(words)
 
 
 class _Service:
@@ -171,6 +183,9 @@ class _Service:
         self._log = instance.state_dir / "dsec.log" if detach else None
         self._stopping = False
         self._process: subprocess.Popen[bytes] | None = None
+        # What is said before the directories are known to be this instance's: then the log isn't written yet.
+        self._said = os.memfd_create("dsec-up") if detach else None
+        self._logged_before = 0
         # The service is told the hashes only: argument vectors can be read by everybody.
         keys = [*("--first-key", str(self._first.seed)), *("--local-key", str(self._local.seed))]
         directories = [*("--state-dir", str(instance.state_dir)), *("--run-dir", str(instance.run_dir)), *("--cgroup", instance.cgroup)]
@@ -179,6 +194,7 @@ class _Service:
             *instance.spawner_options(),
             *("--code", str(inst.CHECKOUT)),
             *("--cache-bytes", str(chunk_cache)),
+            *(() if self._log is None else ("--log", str(self._log))),
             *(word for each in _fetcher(instance, store) for word in ("--fetcher", each)),
             *("--", *inst.python_command("dsec.serve"), *directories, *listen, *keys),
             *([] if store is None else ["--store", store]),
@@ -197,19 +213,24 @@ class _Service:
     def start(self) -> None:
         """Start it and wait until it takes requests. Raises CliError, with what it logged, if it doesn't."""
         instance = self.instance
+        before = UpRecord.read(instance.run_dir)
         instance.run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
-        instance.state_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
         (instance.run_dir / "ready").unlink(missing_ok=True)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._pass_on)
-        log = None if self._log is None else _open_log(self._log)
+        if self._log is not None and self._log.exists():
+            self._logged_before = self._log.stat().st_size
+        said = self._said
         # A session of its own: Ctrl-C reaches it once, through us, and a closed terminal not at all.
         process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=sys.stderr if log is None else log, stderr=log, start_new_session=True, cwd="/"
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if said is None else said,
+            stderr=said,
+            start_new_session=True,
+            cwd="/",
         )
         self._process = process
-        if log is not None:
-            os.close(log)
         record = UpRecord(instance, process.pid, inst.start_ticks(process.pid) or 0)
         record.write()
         try:
@@ -218,17 +239,22 @@ class _Service:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 process.wait()
-            _forget(instance.run_dir)
+            _forget(instance, before)
             raise
         dataclasses.replace(record, url=self.ready["url"]).write()
         self.config = inst.announce(LocalClient(self.ready["url"], self._local.text, self.ready["socket"]), instance.run_dir)
 
-    def wait(self) -> int:
-        """Wait for the end; 0 if it was asked to end."""
+    def wait(self) -> None:
+        """Wait for the end. Raises CliError if it wasn't asked to end, or couldn't remove all that it should."""
         assert self._process is not None
         code = self._process.wait()
-        _forget(self.instance.run_dir)
-        return 0 if self._stopping else code
+        _forget(self.instance)
+        if code and self._stopping:
+            raise CliError(
+                f"not everything could be removed; the reason is above. `dsec down --run-dir {self.instance.run_dir}` tries again"
+            )
+        if code:
+            raise CliError(f"the service ended by itself (exit code {code}); its last words are above")
 
     def _await_ready(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -247,21 +273,21 @@ class _Service:
             time.sleep(POLL_S)
 
     def _last_words(self) -> str:
-        if self._log is None:
+        """Of this run alone: the log has those of earlier ones, too."""
+        if self._said is None or self._log is None:
             return "; what it said is above"
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return f"; {self._log} ends with:\n" + "\n".join(lines)
+        said = os.pread(self._said, SAID_BYTES, 0)
+        with contextlib.suppress(FileNotFoundError), self._log.open("rb") as log:
+            log.seek(self._logged_before)
+            said += log.read()
+        lines = said.decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "; it said:\n" + "\n".join(lines)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         """SIGINT stops everything (a second one hastens it); SIGTERM and a closed terminal leave the sandboxes."""
         self._stopping = True
         if self._process is not None:
             self._process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-
-def _open_log(path: Path) -> int:
-    """For appending; never through a link that the service put in its place."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
 
 def _print_ready(service: _Service, *, as_json: bool) -> None:
@@ -309,6 +335,19 @@ def _check_store(url: str) -> None:
         raise CliError(f"--store: {error.message}") from error
 
 
+def _check_listeners(host: str, port: int, ports_port: int | None) -> None:
+    """Raises CliError for an address or a pair of ports that nothing can listen at. Whether they are free only the service finds out."""
+    if ports_port is None and port == MAX_PORT:
+        raise CliError(f"--port {port}: the next one, for ports inside sandboxes, doesn't exist; give --ports-port")
+    if port and port == ports_port:
+        raise CliError(f"--ports-port {port} is the API's own --port: each listener needs one for itself")
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CliError(f"--host {host}: {reason}; an address of this machine is needed, such as 127.0.0.1, or 0.0.0.0 for all") from error
+
+
 def _require_root(command: str) -> None:
     if os.geteuid() != 0:
         raise CliError(f"sandboxes need root to be made: sudo dsec {command}")
@@ -332,13 +371,24 @@ def _check_machine() -> None:
             raise CliError(f"this machine lacks {finding.feature}: {finding.cost}; {finding.todo} (`dsec doctor` shows everything)")
 
 
-def _sweep(instance: Instance) -> None:
+def _sweep(instance: Instance, *, stopped: bool) -> None:
+    """Raises CliError if something can't be removed; then the record stays, for the next ``dsec down``."""
     command = [str(inst.binary("dsec-spawner")), "sweep", *instance.spawner_options()]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CliError(f"sweeping failed: {done.stderr.strip() or done.stdout.strip()}")
+        left = ", ".join(str(path) for path in inst.left_of(instance))
+        raise CliError(
+            f"{'the service has stopped, but ' if stopped else ''}not everything could be removed{left and f' ({left})'}: "
+            f"{done.stderr.strip() or done.stdout.strip()}; once that is mended, `dsec down --run-dir {instance.run_dir}` removes the rest"
+        )
 
 
-def _forget(run_dir: Path) -> None:
-    inst.retract(run_dir)
-    UpRecord.path(run_dir).unlink(missing_ok=True)
+def _forget(instance: Instance, before: UpRecord | None = None) -> None:
+    """Take back what clients find; the record too, but where something is left for the next start or for ``dsec down``. ``before``: that of
+    the run that left it."""
+    inst.retract(instance.run_dir)
+    # The state directory may be another instance's: then this one was refused.
+    if not any(path.parent == instance.run_dir for path in inst.left_of(instance)):
+        UpRecord.path(instance.run_dir).unlink(missing_ok=True)
+    elif before is not None:
+        before.write()

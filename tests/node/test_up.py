@@ -156,6 +156,44 @@ def test_what_keeps_the_service_from_starting_is_told_in_words(places: list[Plac
             assert place.left() == []
 
 
+def test_a_directory_of_somebody_else_is_left_as_it_was(places: list[Place]) -> None:
+    place = places[0]
+    state = place.home / "state"
+    state.mkdir()
+    (state / "thesis.tex").touch()
+    done = place.try_up()
+    assert done.returncode == 1 and "thesis.tex" in done.stderr, done.stderr
+    assert [path.name for path in state.iterdir()] == ["thesis.tex"]
+    shutil.rmtree(state)
+
+
+def test_a_second_instance_on_the_first_ones_things_is_refused(places: list[Place]) -> None:
+    one, two = places
+    url = one.up()["url"]
+    for words in (("--state-dir", str(one.home / "state")), ("--cgroup", one.cgroup), one.uids):
+        done = two.try_up(*words)
+        assert done.returncode == 1
+        assert f"{words[0]} {words[1]}" in done.stderr and "give this one its own" in done.stderr, done.stderr
+        assert two.left() == []
+    assert two.dsec("down", "--run-dir", str(two.run), "--state-dir", str(two.home / "state"), "--cgroup", one.cgroup).returncode == 1
+    assert status_of(f"{url}/v1/nodes", one.key()) == 200
+
+
+def test_down_that_could_not_remove_everything_says_so(places: list[Place]) -> None:
+    place = places[0]
+    place.up()
+    (group,) = Path("/sys/fs/cgroup").glob(f"*/{place.cgroup}/devices.allow")
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        (group.parent / "cgroup.procs").write_text(str(stranger.pid))
+        done = place.dsec("down", "--run-dir", str(place.run))
+        assert done.returncode == 1 and done.stdout == ""
+        for words in (str(place.run / "layers.ns"), f"{group.parent}: Device or resource busy", str(stranger.pid)):
+            assert words in done.stderr, done.stderr
+        stranger.kill()
+    place.down()
+    assert place.left() == []
+
+
 def test_two_instances_live_side_by_side(places: list[Place]) -> None:
     one, two = places
     urls = [one.up()["url"], two.up()["url"]]

@@ -31,7 +31,19 @@ notes = run.parent / "notes"
 with notes.open("a") as file:
     print(json.dumps([command, *words]), file=file)
 if command == "sweep":
+    if (run.parent / "stuck").exists():
+        print("dsec-spawner: sweeping: dsec: Device or resource busy", file=sys.stderr)
+        sys.exit(1)
+    for left in ("layers.ns", "c"):
+        (run / left).unlink(missing_ok=True)
     sys.exit(0)
+if os.environ.get("BREAK") == "late":
+    # Once the state directory is its own.
+    log = Path(words[words.index("--log") + 1])
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a") as file:
+        file.write("the reason of this run\\n")
+    sys.exit(7)
 if os.environ.get("BREAK"):
     print("no room for the scratch file", file=sys.stderr)
     sys.exit(7)
@@ -52,11 +64,15 @@ ready = {{"url": url, "ports_url": "http://127.0.0.1:1", "socket": str(run / "ap
 ready["first_key"] = None if used.exists() else first
 used.touch()
 (run / "ready").write_text(json.dumps(ready))
+if os.environ.get("LEAVE"):
+    for left in ("layers.ns", "c"):
+        (run / left).touch()
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGINT, signal.SIGTERM}})
 number = signal.sigwait({{signal.SIGINT, signal.SIGTERM}})
 with notes.open("a") as file:
     print(json.dumps([signal.Signals(number).name]), file=file)
 (run / "ready").unlink()
+sys.exit(1 if os.environ.get("LEAVE") and number == signal.SIGINT else 0)
 """
 
 PRELUDE = "import dsec.cli.up as up; up._require_root = lambda command: None; from dsec.cli import main; main()"
@@ -131,10 +147,51 @@ def test_down_stops_everything_and_leaves_no_file_for_clients(machine: Machine) 
     assert list(machine.run.iterdir()) == []
 
 
+def test_down_removes_what_the_stopped_service_could_not(machine: Machine) -> None:
+    machine.dsec("up", "--detach", LEAVE="1")
+    done = machine.dsec("down")
+    assert (done.returncode, done.stdout) == (0, "stopped; what was left is swept\n")
+    assert list(machine.run.iterdir()) == []
+
+
+def test_down_says_what_is_left_and_why(machine: Machine) -> None:
+    machine.dsec("up", "--detach", "--cgroup", "other-name", LEAVE="1")
+    (machine.home / "stuck").touch()
+    done = machine.dsec("down")
+    assert (done.returncode, done.stdout) == (1, "")
+    for words in (str(machine.run / "layers.ns"), "Device or resource busy", f"`dsec down --run-dir {machine.run}` removes the rest"):
+        assert words in done.stderr
+    assert not machine.config.exists()
+    (machine.home / "stuck").unlink()
+    assert machine.dsec("down").returncode == 0
+    command, *words = machine.notes[-1]
+    assert (command, words[words.index("--cgroup") + 1]) == ("sweep", "other-name"), "still with the options of that run"
+    assert list(machine.run.iterdir()) == []
+
+
+def test_in_the_foreground_a_sweep_that_failed_is_told(machine: Machine) -> None:
+    with subprocess.Popen(machine.command("up"), env={**machine.environment, "LEAVE": "1"}, stdout=-1, stderr=-1, text=True) as up:
+        assert up.stdout is not None
+        assert "ready at" in up.stdout.readline()
+        up.send_signal(signal.SIGINT)
+        _, complaint = up.communicate(timeout=30)
+    assert up.returncode == 1
+    assert "not everything could be removed" in complaint
+
+
 def test_down_can_keep_the_sandboxes(machine: Machine) -> None:
     machine.dsec("up", "--detach")
     assert machine.dsec("down", "--keep-sandboxes").returncode == 0
     assert machine.notes[-1] == ["SIGTERM"]
+
+
+def test_down_knows_the_options_of_a_run_whose_sandboxes_were_kept(machine: Machine) -> None:
+    machine.dsec("up", "--detach", "--cgroup", "other-name", LEAVE="1")
+    machine.dsec("down", "--keep-sandboxes")
+    machine.dsec("up", "--detach", "--cgroup", "wrong-name", BREAK="1")
+    assert machine.dsec("down").returncode == 0
+    command, *words = machine.notes[-1]
+    assert (command, words[words.index("--cgroup") + 1]) == ("sweep", "other-name")
 
 
 def test_down_after_a_crash_sweeps_what_that_run_may_have_left(machine: Machine) -> None:
@@ -190,6 +247,34 @@ def test_a_service_that_does_not_start_says_why_and_leaves_nothing(machine: Mach
     assert "no room for the scratch file" in done.stderr
     assert not machine.config.exists()
     assert list(machine.run.iterdir()) == []
+    assert not (machine.home / "state").exists(), "nothing is written before the supervisor says that it is this instance's"
+
+
+def test_words_of_earlier_runs_are_not_quoted(machine: Machine) -> None:
+    (machine.home / "state").mkdir()
+    (machine.home / "state" / "dsec.log").write_text("the reason of an earlier run\n")
+    done = machine.dsec("up", "--detach", BREAK="late")
+    assert done.returncode == 1
+    assert "the reason of this run" in done.stderr
+    assert "earlier" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--port", "70000"), "'--port': Input should be less than or equal to 65535"),
+        (("--port", "-1"), "'--port': Input should be greater than or equal to 0"),
+        (("--ports-port", "65536"), "'--ports-port': Input should be less than or equal to 65535"),
+        (("--port", "65535"), "--ports-port"),
+        (("--port", "7070", "--ports-port", "7070"), "each listener needs one for itself"),
+        (("--host", "no such host"), "--host no such host: Name or service not known"),
+    ],
+)
+def test_what_nothing_can_listen_at_is_refused_before_anything_starts(machine: Machine, words: tuple[str, ...], complaint: str) -> None:
+    done = machine.dsec("up", "--detach", *words)
+    assert done.returncode in (1, 2)
+    assert complaint in done.stderr and "Traceback" not in done.stderr
+    assert machine.notes == []
 
 
 def test_a_machine_without_an_essential_feature_is_told_what_to_do(machine: Machine) -> None:

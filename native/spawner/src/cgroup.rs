@@ -387,22 +387,9 @@ impl Cgroups {
 
     /// Removes every group of the sandbox; waits for processes that are on their way out.
     pub fn remove(&self, id: &str) -> io::Result<()> {
-        let name = text(id);
         let end = Instant::now() + BUSY_DEADLINE;
-        for root in self.roots() {
-            loop {
-                match remove_tree(root, &name) {
-                    Ok(()) => break,
-                    Err(error)
-                        if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end =>
-                    {
-                        std::thread::sleep(Duration::from_millis(1));
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
-        }
-        Ok(())
+        self.roots()
+            .try_for_each(|root| remove_tree_by(root, &text(id), end))
     }
 
     /// Sandboxes that have a group in some hierarchy.
@@ -502,6 +489,18 @@ fn remove_tree(parent: RawFd, name: &CStr) -> io::Result<()> {
     }
 }
 
+/// Likewise, once its last processes have ended, for which it waits so long.
+fn remove_tree_by(parent: RawFd, name: &CStr, end: Instant) -> io::Result<()> {
+    loop {
+        match remove_tree(parent, name) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < end => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            other => return other,
+        }
+    }
+}
+
 /// The number behind `key` in lines of `key value`.
 fn keyed(text: &str, key: &str) -> Option<u64> {
     text.lines().find_map(|line| {
@@ -516,10 +515,19 @@ fn keyed(text: &str, key: &str) -> Option<u64> {
 
 /// Removes the instance's root groups everywhere (they must be empty of sandboxes).
 pub fn remove_roots(name: &str) -> io::Result<()> {
-    let name = text(name);
+    let end = Instant::now() + BUSY_DEADLINE;
     for (point, _) in mounted()? {
         let parent = OwnedFd::from(std::fs::File::open(&point)?);
-        remove_tree(parent.as_raw_fd(), &name)?;
+        remove_tree_by(parent.as_raw_fd(), &text(name), end).map_err(|error| {
+            let mut pids = Vec::new();
+            pids_below(parent.as_raw_fd(), &text(name), &mut pids);
+            let inside = if pids.is_empty() {
+                String::new()
+            } else {
+                format!(" (processes {pids:?} are in it)")
+            };
+            io::Error::new(error.kind(), format!("{point}/{name}: {error}{inside}"))
+        })?;
     }
     Ok(())
 }

@@ -61,6 +61,7 @@ dsec-spawner: every privileged act of the service, behind one socket
   --code DIR           supervise: the directory that the service's code is read from
   --blobfs FILE        supervise: the program that serves blobs (dsec-blobfs beside this program)
   --cache-bytes N      supervise: how many bytes of blobs blobfs keeps (17179869184)
+  --log FILE           supervise: where all of them write once the directories are known to be this instance's (where they are started)
   --fetcher WORD       supervise: one word of the command that fetches for blobfs; repeated for each word
 ";
 
@@ -102,6 +103,8 @@ pub struct Options {
     pub blobfs: PathBuf,
     /// What it may keep.
     pub cache_bytes: u64,
+    /// Where supervise and what it starts write; None: where it is told to when it is started.
+    pub log: Option<PathBuf>,
     /// The fetcher's command; empty: there is none.
     pub fetcher: Vec<OsString>,
     /// What stands after `--`: the service's command.
@@ -125,6 +128,7 @@ impl Options {
             code: PathBuf::new(),
             blobfs: beside_this_program("dsec-blobfs"),
             cache_bytes: DEFAULT_CACHE_BYTES,
+            log: None,
             fetcher: Vec::new(),
             argv: Vec::new(),
         }
@@ -181,6 +185,7 @@ impl Options {
             "--cache-bytes" => {
                 self.cache_bytes = number(name, &value, MIN_CACHE_BYTES, u64::MAX >> 2)?
             }
+            "--log" => self.log = Some(absolute(name, value)?),
             "--fetcher" => self.fetcher.push(value),
             _ => {
                 return Err(format!(

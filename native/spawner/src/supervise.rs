@@ -74,7 +74,8 @@ pub fn run(options: &Options) -> Result<i32, String> {
 
 fn prepare(options: &Options, gid: u32) -> Result<(), String> {
     directories::prepare_state(&options.state_dir, (options.service_uid, gid))?;
-    directories::prepare_run(&options.run_dir, (options.service_uid, gid))
+    directories::prepare_run(&options.run_dir, (options.service_uid, gid))?;
+    options.log.as_deref().map_or(Ok(()), directories::write_to)
 }
 
 /// What is to become of sandboxes, layers and scratch.

@@ -6,6 +6,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
@@ -63,6 +64,28 @@ pub fn prepare_state(state: &Path, service: (u32, u32)) -> Result<(), String> {
     own_directory(&state.join("scratch"), 0o700, (0, 0))?;
     own_directory(&state.join("images"), 0o700, service)?;
     own_directory(&state.join("blobfs"), 0o700, service)
+}
+
+/// Lets this process and what it starts write to the end of a file, which the service may have put there but no link.
+pub fn write_to(log: &Path) -> Result<(), String> {
+    let failed = |error: io::Error| format!("{}: {error}", log.display());
+    let file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o640)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(log)
+        .map_err(failed)?;
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(format!("{} is no file: remove it", log.display()));
+    }
+    for output in [libc::STDOUT_FILENO, libc::STDERR_FILENO] {
+        // SAFETY: plain integers; the descriptor is open.
+        if unsafe { libc::dup2(file.as_raw_fd(), output) } < 0 {
+            return Err(failed(io::Error::last_os_error()));
+        }
+    }
+    Ok(())
 }
 
 /// Makes a directory with these rights, or takes one over that is empty or was ours before.
