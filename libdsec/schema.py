@@ -633,8 +633,8 @@ class Finding(msgspec.Struct, kw_only=True):
     """One line of ``dsec doctor``: a feature that a node has, or lacks and what that means."""
 
     feature: str
-    state: Literal["ok", "degraded", "missing"]
-    """``degraded`` works with less, or slower; ``missing`` keeps sandboxes from starting."""
+    state: Literal["ok", "degraded", "missing", "unknown"]
+    """``degraded`` works with less, or slower; ``missing`` keeps sandboxes from starting; ``unknown`` couldn't be tried, for want of root."""
     detail: str = ""
     """What was found: a version, a figure."""
     cost: str = ""

@@ -31,7 +31,7 @@ NEWER_KERNEL = frozenset({"kernel", "idmapped tmpfs", "overlay layers by descrip
 """Features, as native/spawner/src/doctor names them, that come with a kernel's version alone. What to do about any other only the node can
 find out: `dsec doctor` there."""
 
-_ORDER = {"missing": 0, "degraded": 1, "ok": 2}
+_ORDER = {"missing": 0, "unknown": 1, "degraded": 2, "ok": 3}
 
 _State = Literal["ok", "degraded", "missing"]
 

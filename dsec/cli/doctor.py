@@ -30,7 +30,7 @@ def doctor(
 ) -> None:
     """Show which kernel features and programs are there, what each lack costs, and what to do about it.
 
-    The kernel is probed by trying; as root all of it. Exit code 1 if something is missing without which no sandbox starts.
+    The kernel is probed by trying; what needs root is unknown without. Exit code 1 if something is missing without which no sandbox starts.
 
     Example: sudo dsec doctor
     """
@@ -74,6 +74,9 @@ def _show(report: DoctorReport, *, as_json: bool) -> int:
     else:
         rows = [(finding.feature, finding.state, finding.detail, finding.cost, finding.todo) for finding in report.findings]
         print_table(("feature", "state", "found", "what its lack costs", "what to do"), rows, empty="nothing to report")
+        unknown = sum(finding.state == "unknown" for finding in report.findings)
+        if unknown:
+            typer.echo(f"{unknown} could not be tried without root: `sudo dsec doctor` does.", err=True)
         if any(finding.state != "ok" and not finding.todo for finding in report.findings):
             typer.echo("`sudo dsec doctor` on the node tells what to do where nothing is said here.", err=True)
     return 1 if any(finding.state == "missing" for finding in report.findings) else 0

@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use super::finding::{Feature, Finding, State};
+use super::finding::{is_for_root, Feature, Finding, State};
 use super::processes::IdleChild;
 use crate::loops::{self, Access};
 use crate::sysapi::{self, FsContext, MOUNT_ATTR_IDMAP, MOUNT_ATTR_RDONLY};
@@ -71,6 +71,7 @@ pub fn findings(state_dir: &Path, kernel: (u32, u32)) -> Vec<Finding> {
     };
     let mapped = match (&from_file, &from_loop) {
         (Ok(mount), _) | (_, Some(Ok(mount))) => mapped(mount),
+        (Err(error), _) if is_for_root(error) => Err(error.kind().into()),
         _ => Err(io::Error::other("not tried: EROFS can't be mounted")),
     };
     vec![

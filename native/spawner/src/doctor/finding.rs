@@ -9,6 +9,8 @@ pub enum State {
     Degraded,
     /// Keeps sandboxes from starting.
     Missing,
+    /// Not tried, for want of rights: it says nothing of the machine.
+    Unknown,
 }
 
 impl State {
@@ -17,6 +19,7 @@ impl State {
             State::Ok => "ok",
             State::Degraded => "degraded",
             State::Missing => "missing",
+            State::Unknown => "unknown",
         }
     }
 }
@@ -63,18 +66,25 @@ impl Feature {
     pub fn tried(&self, trial: io::Result<String>, without: State) -> Finding {
         match trial {
             Ok(detail) => self.found(detail),
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !is_root() => {
-                Finding {
-                    feature: self.name,
-                    state: State::Degraded,
-                    detail: "not tried: that takes root".to_owned(),
-                    cost: "",
-                    todo: "run it as root",
-                }
-            }
+            Err(error) if is_for_root(&error) => self.untried(),
             Err(error) => self.lacking(without, error.to_string()),
         }
     }
+
+    fn untried(&self) -> Finding {
+        Finding {
+            feature: self.name,
+            state: State::Unknown,
+            detail: "not tried: needs root".to_owned(),
+            cost: "",
+            todo: "run it as root",
+        }
+    }
+}
+
+/// Whether root might have got another answer.
+pub fn is_for_root(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::PermissionDenied && !is_root()
 }
 
 fn is_root() -> bool {

@@ -1,6 +1,7 @@
 //! Control groups: which kind, what they control, and how a whole group is ended.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::finding::{Feature, Finding, State};
@@ -104,27 +105,19 @@ impl Trees {
 }
 
 pub fn findings(trees: &Trees) -> Vec<Finding> {
-    let sample = trees.v2.as_deref().and_then(Sample::make);
-    let has = |name: &str| {
-        sample
-            .as_ref()
-            .is_some_and(|sample| sample.0.join(name).exists())
-    };
-    let kill = match (&sample, has("cgroup.kill")) {
-        (_, true) => KILL.found(""),
-        (Some(_), false) => KILL.lacking(State::Degraded, ""),
-        (None, false) => KILL.lacking(
-            State::Degraded,
-            "no cgroup v2 group could be made to look at",
-        ),
-    };
     vec![
         tree(trees),
         controllers(trees),
-        kill,
+        KILL.tried(kill(trees), State::Degraded),
         swap_accounting(trees),
         pressure(),
     ]
+}
+
+fn kill(trees: &Trees) -> io::Result<String> {
+    let tree = trees.v2.as_deref();
+    let tree = tree.ok_or_else(|| io::Error::other("no cgroup v2 tree is mounted"))?;
+    fs::metadata(Sample::make(tree)?.0.join("cgroup.kill")).map(|_| String::new())
 }
 
 fn tree(trees: &Trees) -> Finding {
@@ -171,9 +164,9 @@ fn pressure() -> Finding {
 struct Sample(PathBuf);
 
 impl Sample {
-    fn make(tree: &str) -> Option<Self> {
+    fn make(tree: &str) -> io::Result<Self> {
         let path = Path::new(tree).join(format!("dsec-doctor-{}", std::process::id()));
-        fs::create_dir(&path).ok().map(|()| Sample(path))
+        fs::create_dir(&path).map(|()| Sample(path))
     }
 }
 

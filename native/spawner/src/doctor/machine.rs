@@ -99,17 +99,16 @@ fn kvm() -> Finding {
             State::Degraded,
             format!("/dev/kvm opens, but says version {other}"),
         ),
-        Err(error) => KVM.lacking(State::Degraded, format!("/dev/kvm: {error}")),
+        Err(error) => KVM.tried(Err(error), State::Degraded),
     }
 }
 
 /// Only looked at: where it is in use, it is somebody else's.
 fn damon() -> Finding {
-    match text("/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds").map(|count| count.parse::<u64>())
-    {
-        Some(Ok(0)) => DAMON.found("not in use"),
-        Some(_) => DAMON.lacking(State::Degraded, "in use by something else: left alone"),
-        None => DAMON.lacking(State::Degraded, ""),
+    match fs::read_to_string("/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds") {
+        Ok(count) if count.trim() == "0" => DAMON.found("not in use"),
+        Ok(_) => DAMON.lacking(State::Degraded, "in use by something else: left alone"),
+        Err(error) => DAMON.tried(Err(error), State::Degraded),
     }
 }
 
