@@ -634,7 +634,7 @@ class Finding(msgspec.Struct, kw_only=True):
 
     feature: str
     state: Literal["ok", "degraded", "missing", "unknown"]
-    """``degraded`` works with less, or slower; ``missing`` keeps sandboxes from starting; ``unknown`` couldn't be tried, for want of root."""
+    """``degraded`` works with less, or slower; ``missing`` keeps sandboxes from starting; ``unknown``: not tried, which needs root."""
     detail: str = ""
     """What was found: a version, a figure."""
     cost: str = ""

@@ -99,13 +99,18 @@ def start_instance(home: Path, *, scratch_mb: int = 8192, extra: tuple[str, ...]
     """Runs `dsec up` on directories, ports and cgroups of its own; returns when it is ready."""
     run_dir, cgroup = home / "run", f"dsec-test-{os.getpid()}-{home.name[-8:]}".lower().replace("_", "-")
     config = home / "local.json"
+    # Once more in the same place: sandboxes that wait there keep their uids.
+    uids_file = home / "uids"
+    if not uids_file.exists():
+        uids_file.write_text(" ".join(uid_options()))
+    own_uids = uids_file.read_text().split()
     port = free_port()
     environment = {**os.environ, "DSEC_CONFIG": str(config)}
     for name in ("DSEC_URL", "DSEC_API_KEY", "DSEC_PROJECT"):
         environment.pop(name, None)
     log = (home / "up.log").open("wb")
     command = [sys.executable, "-m", "dsec.cli", "up", "--state-dir", str(home / "state"), "--run-dir", str(run_dir), "--port", str(port)]
-    command += ["--ports-port", str(free_port()), "--cgroup", cgroup, "--scratch-mb", str(scratch_mb), *uid_options(), *extra]
+    command += ["--ports-port", str(free_port()), "--cgroup", cgroup, "--scratch-mb", str(scratch_mb), *own_uids, *extra]
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     end = time.monotonic() + START_DEADLINE_S
     while not config.exists():
