@@ -71,7 +71,11 @@ class _Response:
             if websocket:
                 await self._send({"type": "websocket.close", "code": _WEBSOCKET_INTERNAL_ERROR, "reason": error.message[:100]})
                 return
-            raise error
+            cut = self._scope.get("dsec.cut")
+            if cut is None:
+                raise error
+            cut()
+            return
         self.status = error.status
         if not websocket:
             await _send_body(self._send, "http.response", error)
