@@ -14,6 +14,8 @@ from typing import cast
 
 import msgspec
 
+from dsec.edge.turns import Turns
+
 MAX_PAYLOAD = 4 << 20
 """The most that a frame may carry: a command line of 1 MiB in one-byte arguments takes three times that much."""
 PIECE_BYTES = 256 << 10
@@ -22,6 +24,10 @@ CREDIT_PIECE = 256 << 10
 """Credit is returned in pieces of at least this size (or when the reader has nothing left to read)."""
 READ_BUFFER = bytearray(1 << 20)
 """Where all channels read into: the loop hands each read over before it begins another."""
+BACKLOG_PIECES = 16
+"""Pieces of output that wait for their reader as they came. Behind them small ones are joined."""
+JOINED_BYTES = 4 << 10
+"""How large a joined piece gets: the credit may come byte by byte, and a piece takes 140 bytes more than its content."""
 WRITE_HIGH = 1 << 20
 """Bytes waiting in the transport above which stdin waits."""
 
@@ -272,6 +278,7 @@ class Stream(_Receiver):
         "_readable",
         "_started",
         "_taken",
+        "_turns",
         "_writable",
         "attached",
         "counts",
@@ -289,6 +296,7 @@ class Stream(_Receiver):
         self._started: asyncio.Future[None] | None = channel.loop.create_future()
         self._chunks: deque[tuple[int, int, bytes]] = deque()
         self._taken = [0, 0, 0]
+        self._turns = Turns()
         self._exit: Exit | None = None
         self._error: Exception | None = None
         self._credit = 0
@@ -303,7 +311,7 @@ class Stream(_Receiver):
 
     def receive(self, kind: int, arg: int, payload: memoryview) -> bool:
         if kind in (_STDOUT, _STDERR):
-            self._chunks.append((kind - _STDOUT + 1, arg, bytes(payload)))
+            self._keep(kind - _STDOUT + 1, arg, bytes(payload))
         elif kind == _STDIN_CREDIT:
             self._credit += arg
             _wake_one(self._writable)
@@ -321,6 +329,16 @@ class Stream(_Receiver):
             self.fail(_channel_error(arg, payload))
         self._wake_readers()
         return kind in (_EXIT, _ERROR)
+
+    def _keep(self, source: int, offset: int, data: bytes) -> None:
+        """Sets output aside for the reader."""
+        if len(self._chunks) >= BACKLOG_PIECES:
+            newest = -1 if self._chunks[-1][0] == source else -2
+            of, begin, before = self._chunks[newest]
+            if of == source and len(before) + len(data) <= JOINED_BYTES:
+                self._chunks[newest] = (source, begin, before + data)
+                return
+        self._chunks.append((source, offset, data))
 
     def _end(self, exit: Exit) -> None:
         """Output of a captured command that stands in its EXIT is read like any other."""
@@ -385,6 +403,8 @@ class Stream(_Receiver):
             if self._exit is not None:
                 return None
             await self._wait_readable()
+        # A large piece is as much work as many small ones, for whoever decodes it.
+        await self._turns.count(1 + len(self._chunks[0][2]) // JOINED_BYTES)
         self._return_credit(CREDIT_PIECE)
         chunk = self._chunks.popleft()
         self._taken[chunk[0]] += len(chunk[2])

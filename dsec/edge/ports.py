@@ -18,7 +18,7 @@ from websockets.client import ClientProtocol
 from websockets.exceptions import WebSocketException
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Response as HandshakeResponse
-from websockets.protocol import State
+from websockets.protocol import SEND_EOF, State
 from websockets.typing import Subprotocol
 from websockets.uri import parse_uri
 
@@ -26,6 +26,7 @@ from dsec.edge.call import Call, Disconnected, Socket
 from dsec.edge.channel import ChannelError, Stream
 from dsec.edge.sandbox import Sandbox
 from dsec.edge.sandboxes import Sandboxes
+from dsec.edge.turns import Turns
 from libdsec.errors import InvalidArgument, NotFound, Unavailable
 from libdsec.schema import PortUrl
 from libdsec.signing import port_signature, port_url
@@ -34,12 +35,12 @@ HEAD_MAX = 64 << 10
 """Bytes of a response's head, or of one WebSocket frame's, that a server inside may send."""
 MESSAGE_MAX = 16 << 20
 """Bytes of one WebSocket message from inside."""
-EVENTS_AT_A_TIME = 64
-"""Chunks, frames and the like of a server inside that are looked at before others have a turn: it may make them as small as it likes."""
 FRAME_BYTES_AT_A_TIME = 2 << 10
 """What is parsed of a WebSocket at a time: the parser doesn't stop before the end of what it is given, and a frame can have two bytes."""
 INFORMATIONAL_MAX = 32
 """Answers 1xx before the real one."""
+BODY_BYTES_AT_A_TIME = 64 << 10
+"""What is put together of small chunks before it is passed on."""
 SECRET_BYTES = 32
 STDOUT = 1
 
@@ -57,13 +58,19 @@ _HOP_BY_HOP = frozenset(
     }
 )
 """RFC 9110, section 7.6.1."""
-_OURS = frozenset({b"authorization", b"cookie", b"x-dsec-project"})
-"""What a request to the API carries for us and not for the program in the sandbox."""
-_OUR_KEY = b"bearer dsec_"
+_OURS = frozenset({b"authorization", b"cookie"})
+"""What a request to the API carries for us and not for the program in the sandbox. Idempotency-Key isn't of it: no call to a port takes
+one, and a program may."""
+_OUR_PREFIX = b"x-dsec-"
+"""How the names of headers begin that are for us wherever they are sent."""
+_OUR_KEY = re.compile(rb"\s*bearer\s+dsec_", re.IGNORECASE)
 """How an Authorization header with a key of ours begins: it is for nobody inside, also where others are passed on."""
 _HANDSHAKE = frozenset(
     {b"sec-websocket-key", b"sec-websocket-version", b"sec-websocket-extensions", b"sec-websocket-protocol", b"sec-websocket-accept"}
 )
+_UNSENDABLE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+"""No part of a header's value (RFC 9110, section 5.5). h11 lets some of it through, uvicorn fails at it."""
+_NO_CODES = frozenset({CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE, CloseCode.TLS_HANDSHAKE})
 _COOKIE_SCOPE = re.compile(rb";\s*(path|domain)\s*=[^;]*", re.IGNORECASE)
 
 Headers = list[tuple[bytes, bytes]]
@@ -207,7 +214,7 @@ class _Exchange:
         self._has_body = False
 
     async def ask(self, target: bytes, strip: frozenset[bytes]) -> None:
-        """Sends the head of the request."""
+        """Sends the head of the request. Raises InvalidArgument for one that the listener let through and no server should see."""
         scope = self._call.scope
         host = self._call.header(b"host") or b""
         headers: Headers = [(b"host", b"localhost:%d" % self._port), (b"x-forwarded-host", host), (b"x-forwarded-prefix", self._prefix)]
@@ -218,7 +225,10 @@ class _Exchange:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
             headers.append((b"transfer-encoding", b"chunked"))
         headers.append((b"connection", b"close"))
-        head = self._http.send(h11.Request(method=scope["method"], target=target, headers=headers))
+        try:
+            head = self._http.send(h11.Request(method=scope["method"], target=target, headers=headers))
+        except h11.LocalProtocolError as error:
+            raise InvalidArgument(f"this request can't be passed on: {error}") from error
         if not self._has_body:
             head = (head or b"") + (self._http.send(h11.EndOfMessage()) or b"")
         await self._stream.write(head or b"")
@@ -237,36 +247,46 @@ class _Exchange:
         raise Disconnected
 
     async def answer(self) -> None:
-        """Passes the answer on. Raises Unavailable if what comes isn't HTTP."""
+        """Passes the answer on. Raises Unavailable if what comes isn't HTTP, or ends too early."""
         body = bytearray()
         informational = 0
-        turns = _Turns()
+        turns = Turns()
         try:
             while True:
                 event = self._http.next_event()
                 await turns.count()
                 if isinstance(event, h11.Data):
                     body += event.data
-                    continue
+                    if len(body) < BODY_BYTES_AT_A_TIME:
+                        continue
                 if body:
                     await self._call.send(bytes(body))
                     body.clear()
                 if event is h11.NEED_DATA:
                     piece = await self._stream.read()
+                    if piece is None and self._http.their_state is h11.SEND_RESPONSE and not self._http.trailing_data[0]:
+                        raise Unavailable(f"the server on port {self._port} closed without an answer", reason="port_closed")
                     self._http.receive_data(b"" if piece is None else piece[2])
                 elif isinstance(event, h11.Response):
                     await self._call.begin_raw(event.status_code, self._passed_back(event))
                 elif isinstance(event, h11.EndOfMessage):
                     self.whole = True
                     return
-                elif isinstance(event, h11.InformationalResponse) and informational < INFORMATIONAL_MAX:
+                elif isinstance(event, h11.InformationalResponse):
                     informational += 1
-                else:
-                    raise Unavailable(f"the server on port {self._port} closed without an answer", reason="port_closed")
+                    if informational > INFORMATIONAL_MAX:
+                        raise h11.RemoteProtocolError(f"more than {INFORMATIONAL_MAX} answers 1xx")
+                elif not isinstance(event, h11.Data):
+                    raise h11.RemoteProtocolError(f"{event} instead of an answer")
         except h11.RemoteProtocolError as error:
+            if self._call.responding:
+                raise Unavailable(f"the server on port {self._port} broke its answer off: {error}", reason="port_closed") from error
             raise Unavailable(f"the server on port {self._port} doesn't speak HTTP: {error}", reason="not_http") from error
 
     def _passed_back(self, response: h11.Response) -> Headers:
+        """The headers of the answer for the client. Raises RemoteProtocolError for an answer that can't be passed on."""
+        if response.status_code > 599:
+            raise h11.RemoteProtocolError(f"there is no status {response.status_code}")
         headers: Headers = []
         named = _named_by_connection(list(response.headers))
         # Where there is no body, or one in chunks, a length may stand there and says nothing of what we send.
@@ -274,6 +294,8 @@ class _Exchange:
         for name, value in response.headers:
             if name in _HOP_BY_HOP or name in named or (name == b"content-length" and unmeasured):
                 continue
+            if _UNSENDABLE.search(value):
+                raise h11.RemoteProtocolError(f"{name.decode('ascii', 'replace')} has a control character in it")
             if name == b"location" and value.startswith(b"/") and not value.startswith(b"//"):
                 value = self._prefix + value
             elif name == b"set-cookie":
@@ -295,7 +317,7 @@ class _Bridge:
         """What has come and isn't parsed."""
         self._message = bytearray()
         self._text = False
-        self._turns = _Turns()
+        self._turns = Turns()
 
     async def shake_hands(self, headers: Headers) -> None:
         """Connects inside first; only if that works is the client accepted. Raises Unavailable."""
@@ -321,8 +343,7 @@ class _Bridge:
                     assert isinstance(event, HandshakeResponse)
             await self._flush()
             if self._inside.close_code is not None or self._inside.state is State.CLOSED:
-                code = self._inside.close_code
-                await self._socket.close(code if code is not None and 1000 <= code != CloseCode.ABNORMAL_CLOSURE else 1000)
+                await self._socket.close(_sendable(self._inside.close_code))
                 return
             await self._receive()
 
@@ -362,24 +383,18 @@ class _Bridge:
             await self._socket.send(whole.decode("utf-8", "replace") if self._text else whole)
 
     async def _flush(self) -> None:
-        for data in self._inside.data_to_send():
-            if data:
-                await self._stream.write(data)
-            else:
-                await self._stream.write_eof()
+        # Pongs to as many pings as were parsed: one write for all.
+        pieces = self._inside.data_to_send()
+        if data := b"".join(pieces):
+            await self._stream.write(data)
+        if SEND_EOF in pieces:
+            await self._stream.write_eof()
 
 
-class _Turns:
-    """Gives the event loop to others once in so many events: what has arrived already is handled without a pause that would do so."""
-
-    _left = EVENTS_AT_A_TIME
-
-    async def count(self) -> None:
-        """One more event."""
-        self._left -= 1
-        if self._left <= 0:
-            self._left = EVENTS_AT_A_TIME
-            await asyncio.sleep(0)
+def _sendable(code: int | None) -> int:
+    """The code by which to close towards the client, where the server inside closed with this one: some only say that there was none (RFC
+    6455, section 7.4.1)."""
+    return CloseCode.NORMAL_CLOSURE if code is None or code in _NO_CODES else code
 
 
 async def _both(first: Coroutine[object, object, None], second: Coroutine[object, object, None]) -> None:
@@ -428,15 +443,17 @@ def _target(scope: Scope, rest: str) -> bytes:
 
 
 def _forwarded(scope: Scope, strip: frozenset[bytes]) -> Headers:
-    """The request's headers but for those of this hop and those in ``strip``."""
+    """The request's headers but for those of this hop, those in ``strip``, and what is for us alone."""
     named = _named_by_connection(scope["headers"])
     return [
-        (name, value)
+        # httptools leaves white space behind a value, which isn't of it (RFC 9110, section 5.5) and which h11 refuses to send.
+        (name, value.rstrip(b" \t"))
         for name, value in scope["headers"]
         if name not in _HOP_BY_HOP
         and name not in named
         and name not in strip
-        and not (name == b"authorization" and value.lower().startswith(_OUR_KEY))
+        and not name.startswith(_OUR_PREFIX)
+        and not (name == b"authorization" and _OUR_KEY.match(value))
     ]
 
 

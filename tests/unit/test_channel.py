@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import resource
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from dsec.edge.channel import (
     ChannelError,
     ChannelLost,
     Start,
+    Stream,
 )
 
 
@@ -437,3 +440,54 @@ async def test_a_dead_chronus_fails_everything_that_is_pending(chronus: ChronusP
     for outcome in await asyncio.gather(*pending, return_exceptions=True):
         assert isinstance(outcome, ChannelLost)
     assert channel.running == 0
+
+
+@contextlib.asynccontextmanager
+async def unconnected_stream() -> AsyncIterator[Stream]:
+    """A stream whose frames come by hand."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: Channel(loop, lambda lost: None), sock=ours)
+        stream = Stream(channel, 1, "x")
+        channel._streams[1] = stream
+        try:
+            yield stream
+        finally:
+            channel.close()
+
+
+async def test_output_that_comes_byte_by_byte_takes_little_more_than_its_bytes() -> None:
+    count = 20_000
+    async with unconnected_stream() as stream:
+        for number in range(count):
+            for kind in (34, 35) if number % 3 else (34, 34):
+                stream.receive(kind, 0, memoryview(b"%c" % (number % 251)))
+        # Nobody has read: 40,000 pieces of one byte would take 5 MB.
+        assert len(stream._chunks) < 64
+        got: dict[int, bytes] = {1: b"", 2: b""}
+        while stream._chunks:
+            piece = await stream.read()
+            assert piece is not None
+            got[piece[0]] += piece[2]
+    assert got[1] == b"".join(b"%c" % (number % 251) * (1 if number % 3 else 2) for number in range(count))
+    assert got[2] == b"".join(b"%c" % (number % 251) for number in range(count) if number % 3)
+
+
+async def test_a_reader_that_is_behind_leaves_turns_to_others() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with unconnected_stream() as stream:
+        for number in range(256):
+            stream.receive(34, number * 4096, memoryview(bytes(4096)))
+        counting = asyncio.create_task(count())
+        for number in range(256):
+            assert await stream.read() == (1, number * 4096, bytes(4096))
+        counting.cancel()
+    assert turns >= 4
