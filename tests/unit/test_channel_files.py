@@ -259,12 +259,12 @@ async def test_watching_what_is_not_there_fails(files: Files, tmp_path: Path) ->
 
 async def test_processes_are_listed_without_the_lister(files: Files, channel: Channel) -> None:
     stream = await channel.start(Start(exec_id="s", argv=[b"sleep", b"1000"], mode=MODE_STREAM))
-    while True:
-        found = {entry["pid"]: entry for entry in sequence(answer(await in_time(channel.run(Start(builtin="processes")))))}
-        # Started is what was born; its command line is there once it has executed.
-        if found[stream.pid]["argv"]:
-            break
-    assert found[stream.pid]["argv"] == [b"sleep", b"1000"]
+    async with asyncio.timeout(10):
+        while True:
+            found = {entry["pid"]: entry for entry in sequence(answer(await channel.run(Start(builtin="processes"))))}
+            # Started is what was born: until it has executed it has no command line, or that of whoever bore it.
+            if found[stream.pid]["argv"] == [b"sleep", b"1000"]:
+                break
     assert found[stream.pid]["uid"] == os.geteuid() and found[stream.pid]["state"] in "SRD"
 
 
